@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from tests.fake_ssh import make_fake_ssh
 
 from corral.base.ssh import Ssh
-from corral.deploy.transfer.outcome import Origin, Outcome, Progress
+from corral.deploy.transfer.courier_group import Origin, Outcome, Progress
 from corral.deploy.transfer.spread import spread
 
 

@@ -35,7 +35,7 @@ from typing import Any
 from flag_sets import measured
 from process import CORRAL, corral_json, stop
 
-from corral.deploy.lifecycle import bringup
+from corral.deploy.lifecycle.decision import sized
 from corral.lab.tune.knobs import BASE, KnobKind, Setup, tuned_request
 from corral.lab.tune.race import verdict
 from corral.lab.tune.store import TuneRun, find_run
@@ -58,7 +58,7 @@ def flags_of(found: TuneRun, setup: Setup) -> dict[str, Any]:
     spec = found.spec
     request = tuned_request(spec.request, spec.race.knobs, setup)
     try:
-        plan = bringup.sized(request)[1].plan
+        plan = sized(request)[1].plan
     except Exception:
         return {}
     return as_parameters([*plan.engine_args, *request.extra_args])

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from corral.base.errors import DoesNotFitError
-from corral.deploy.lifecycle.bringup import DeployRequest, sized
+from corral.deploy.lifecycle.decision import DeployRequest, sized
 from corral.engines.settings import read_back, vllm_defaults
 from corral.lab.report.tune import TrialLines, tune_lines
 from corral.lab.tune.knobs import BASE, Knob, KnobKind, Setup

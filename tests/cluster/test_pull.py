@@ -19,7 +19,7 @@ from corral.base.errors import DataError
 from corral.base.ssh import Ssh
 from corral.deploy.transfer import courier as near_end
 from corral.deploy.transfer.courier import ChangedSourceError
-from corral.deploy.transfer.outcome import Origin, Progress
+from corral.deploy.transfer.courier_group import Origin, Progress
 from corral.deploy.transfer.spread import spread
 from tests.testbed import missing
 from tests.testbed.hosts import Hosts

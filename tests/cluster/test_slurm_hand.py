@@ -146,7 +146,7 @@ def test_a_killed_agent_is_named_with_its_node(login: Login) -> None:
             os.kill(pid, signal.SIGKILL)
     found = login.wait("pair", lambda now: now["state"] in ("failed", "stopped"))
     assert (found["state"], found["reason"]) == ("failed", "agent_killed"), found
-    assert "the agent of rank 1 on n2 is gone without a word" in found["text"]
+    assert "the agent of rank 1 on n2 disappeared without writing why" in found["text"]
     wait_for(lambda: not [line for _, line in login.left() if "/pair/" in line], 20, "nothing of it left")
     assert not list(login.folder("pair").rglob("*.tmp"))
     assert login.corral("down", "pair").returncode == 0

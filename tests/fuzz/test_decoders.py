@@ -23,7 +23,7 @@ from corral.base.untrusted import parse_json, plain
 from corral.client.metrics import parse
 from corral.deploy.deployment.events import read_events
 from corral.deploy.deployment.folder import RankFolder
-from corral.deploy.targets.remote_files import mirror, read_report, read_started, read_stopped
+from corral.deploy.targets.ssh_reports import mirror, read_report, read_started, read_stopped
 from corral.deploy.transfer.courier_events import KINDS, read_event
 from corral.node.agent import gang_connection
 from corral.node.courier import manifest

@@ -15,8 +15,7 @@ from corral.deploy.deployment.start_times import Expected
 from corral.deploy.deployment.state import Reason, State
 from corral.deploy.doctor.finding import Finding, Level, Report
 from corral.deploy.doctor.judge import judge_facts
-from corral.deploy.lifecycle.deployments import Status, Timings
-from corral.deploy.lifecycle.members import HeldJob, RankMember
+from corral.deploy.lifecycle.deployments import HeldJob, RankMember, Status, Timings
 from corral.deploy.targets.base import JobState
 from corral.lab.bench.compare import Side, compare
 from corral.lab.bench.fingerprint import Fingerprint

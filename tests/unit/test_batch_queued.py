@@ -34,7 +34,7 @@ from tests.unit.conftest import Corral, Shellcheck
 RUNNER = ("env", "CORRAL_HOME=/sh are/corral", "python", "-m", "corral", "batch", "in-job", "/sh are/it's out.jsonl")
 
 
-WITH_RUNNER = BatchJob("b", "t", "/home/b", 2, signal_s=120, runner=RUNNER, requeue=True)
+WITH_RUNNER = BatchJob("b", "t", "/home/b", SlurmOptions(nodes=2, signal_s=120, runner=RUNNER, requeue=True))
 
 
 def test_the_script_ends_with_its_runner_and_takes_the_agents_down() -> None:
@@ -43,7 +43,7 @@ def test_the_script_ends_with_its_runner_and_takes_the_agents_down() -> None:
     assert "CORRAL_DRAIN_S=90 " in script
     assert "#SBATCH --requeue\n" in script
     assert script.endswith('wait "$agents"\nexit "$code"\n')
-    assert "runner" not in batch_script(BatchJob("b", "t", "/home/b", 2))
+    assert "runner" not in batch_script(BatchJob("b", "t", "/home/b", SlurmOptions(nodes=2)))
 
 
 def test_the_script_with_a_runner_is_clean(shellcheck: Shellcheck) -> None:
@@ -79,7 +79,7 @@ class Handed(SlurmTarget):
 
     after: list[str]
 
-    def hand_on(self, folder: Any, current: str) -> str:
+    def submit_successor(self, folder: Any, current: str) -> str:
         self.after = [*getattr(self, "after", []), current]
         return f"{int(current) + 1}"
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from corral.deploy.deployment.diagnosis import SIGNATURES, diagnose, last_lines
+from corral.deploy.deployment.diagnosis import diagnose, last_lines
+from corral.deploy.deployment.signatures import SIGNATURES
 from corral.deploy.deployment.state import Reason
 
 LOGS = Path(__file__).parent / "logs"

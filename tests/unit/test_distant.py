@@ -10,7 +10,7 @@ import pytest
 from corral.base.errors import CorralError, NotFoundError, UnreachableError
 from corral.client.endpoint import Endpoint
 from corral.deploy.lifecycle import distant
-from corral.deploy.lifecycle.distant import Distant, ask_standing
+from corral.deploy.lifecycle.distant import Distant, ask_status
 from tests.until import until
 
 FIRST = {"base_url": "http://a:1/v1", "model": "m", "key_file": "/key"}
@@ -38,21 +38,21 @@ def far(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(distant, "_status", status)
     monkeypatch.setattr(distant, "_bring_key", lambda _: None)
     monkeypatch.setattr(distant, "ASK_EVERY_S", 0.01)
-    monkeypatch.setattr(distant, "ASKED_AT_MOST_S", 0.01)
+    monkeypatch.setattr(distant, "LEAST_PAUSE_S", 0.01)
     return known
 
 
 def test_whoever_serves_now_is_found(far: dict[str, Any]) -> None:
     far["mine"] = told("mine", "ready", FIRST)
-    assert ask_standing("mine", "login", ["corral"]).endpoint == Endpoint(**FIRST)
+    assert ask_status("mine", "login", ["corral"]).endpoint == Endpoint(**FIRST)
     far["mine-2"] = told("mine-2", "ready", SECOND)
     far["mine"] = told("mine", "draining", FIRST, ("mine-2", "ready"))
-    assert ask_standing("mine", "login", ["corral"]).endpoint == Endpoint(**SECOND)
+    assert ask_status("mine", "login", ["corral"]).endpoint == Endpoint(**SECOND)
     far["mine"] = told("mine", "ready", FIRST, ("mine-2", "ready"))  # both: it is the first that was asked for
-    assert ask_standing("mine", "login", ["corral"]).endpoint == Endpoint(**FIRST)
+    assert ask_status("mine", "login", ["corral"]).endpoint == Endpoint(**FIRST)
     far["mine-2"] = told("mine-2", "loading")
     far["mine"] = told("mine", "stopped", None, ("mine-2", "loading"))
-    found = ask_standing("mine", "login", ["corral"])
+    found = ask_status("mine", "login", ["corral"])
     assert (found.name, found.ended) == ("mine-2", False)
 
 

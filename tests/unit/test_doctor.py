@@ -23,7 +23,7 @@ from corral.deploy.doctor.engine import judge_all_reduce, read_all_reduce
 from corral.deploy.doctor.examination import SURVEY_S, Question, examine, quick_check
 from corral.deploy.doctor.finding import Finding, Level, Report
 from corral.deploy.doctor.judge import judge_facts, judge_model, judge_versions, judge_writing
-from corral.deploy.doctor.network import Peer, WireResult, judge_wire, stream_time_s
+from corral.deploy.doctor.network import NetworkResult, Peer, judge_network, stream_time_s
 from corral.lab.report.doctor import report_lines
 from corral.node.survey import storage
 from corral.plan.hardware.fabric import choose_fabric
@@ -157,11 +157,11 @@ def test_a_model_must_be_the_same_everywhere() -> None:
     assert judge_model(slow, "/m")[1].text.endswith("about 23 min to load")
 
 
-def wire(pairs: dict[tuple[str, str], dict[str, Any]]) -> WireResult:
+def wire(pairs: dict[tuple[str, str], dict[str, Any]]) -> NetworkResult:
     rows: dict[str, dict[str, Peer]] = {}
     for (first, second), row in pairs.items():
         rows.setdefault(first, {})[second] = Peer(**{"reach": "ok", **row})
-    return WireResult(rows, {})
+    return NetworkResult(rows, {})
 
 
 def test_the_network_is_judged() -> None:
@@ -174,21 +174,21 @@ def test_the_network_is_judged() -> None:
         ("b", "c"): good,
         ("c", "a"): {},
     }
-    findings, pairs = judge_wire(wire(everyone), fabric)
+    findings, pairs = judge_network(wire(everyone), fabric)
     assert {f.level for f in findings} == {Level.OK}
     assert len(pairs) == 3
     assert only(findings, "bandwidth").text == "9.0 to 9.0 Gb/s over TCP, slowest a ↔ b"
 
     slow = {**everyone, ("b", "c"): {**good, "back_bps": 9e8, "rtt_s": 4e-3}}
-    findings, _ = judge_wire(wire(slow), fabric)
+    findings, _ = judge_network(wire(slow), fabric)
     assert only(findings, "bandwidth").text.startswith("only 0.9 Gb/s between b and c, 9.0 between others")
     assert only(findings, "latency").level == Level.WARNING
 
     walled = {**everyone, ("a", "c"): {"reach": "timeout"}, ("b", "c"): {"reach": "timeout"}}
-    findings, _ = judge_wire(wire(walled), fabric)
+    findings, _ = judge_network(wire(walled), fabric)
     blocked = only(findings, "firewall")
     assert blocked.level == Level.FATAL
-    assert blocked.text == "a, b cannot connect to c at 10.0.0.3 (eth0): nothing comes back"
+    assert blocked.text == "a, b cannot connect to c at 10.0.0.3 (eth0): no answer"
 
 
 def test_all_pairs_get_their_turn() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from corral.base.errors import CorralError, UsageError
-from corral.deploy.lifecycle import bringup
+from corral.deploy.lifecycle.decision import DeployDecision, DeployRequest, decide
 from corral.engines.settings import joined, read_back
 from corral.plan.choose import make_plan
 from corral.plan.contract import Goal, Plan
@@ -22,9 +22,9 @@ DIGITALOCEAN = (
 )
 
 
-def decided(model: str, gpus: str | None, arguments: str, **more: object) -> bringup.DeployDecision:
-    request = bringup.DeployRequest(model=model, extra_args=tuple(arguments.split()), **more)  # type: ignore[arg-type]
-    return bringup.decide(request, Elsewhere(gpus))
+def decided(model: str, gpus: str | None, arguments: str, **more: object) -> DeployDecision:
+    request = DeployRequest(model=model, extra_args=tuple(arguments.split()), **more)  # type: ignore[arg-type]
+    return decide(request, Elsewhere(gpus))
 
 
 def flag(plan: Plan, name: str) -> str:

@@ -18,7 +18,8 @@ from corral.base.errors import DataError, UsageError
 from corral.base.record import load_json
 from corral.cli.options import chosen_target
 from corral.deploy.deployment.folder import all_folders, open_folder
-from corral.deploy.lifecycle import bringup, deployments
+from corral.deploy.lifecycle import bringup, deployments, rendering
+from corral.deploy.lifecycle.decision import DeployRequest
 from corral.deploy.lifecycle.deployments import Record
 from corral.deploy.profile.folders import user_folder
 from corral.deploy.profile.merging import merged
@@ -50,7 +51,7 @@ def extended(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("extended")
 def test_a_new_runtime_is_one_file_and_one_row(corral: Corral) -> None:
-    request = bringup.DeployRequest(
+    request = DeployRequest(
         model=str(corral.model), name="polite", runtime="polite", runtime_options={"niceness": 7}, port=None
     )
     found = bringup.bring_up(request, Silent())
@@ -63,16 +64,14 @@ def test_a_new_runtime_is_one_file_and_one_row(corral: Corral) -> None:
     finally:
         deployments.stop(open_folder("polite"))
     with pytest.raises(UsageError, match="nicenes"):
-        bringup.dry_run(
-            bringup.DeployRequest(model=str(corral.model), runtime="polite", runtime_options={"nicenes": 1})
-        )
+        rendering.dry_run(DeployRequest(model=str(corral.model), runtime="polite", runtime_options={"nicenes": 1}))
 
 
 @pytest.mark.usefixtures("extended")
 def test_a_new_target_is_one_file_and_one_row(corral: Corral) -> None:
     options = {"first_port": 19000, "last_port": 19400}
     found = bringup.bring_up(
-        bringup.DeployRequest(model=str(corral.model), name="desk", target="desk", target_options=options), Silent()
+        DeployRequest(model=str(corral.model), name="desk", target="desk", target_options=options), Silent()
     )
     try:
         assert found.state == "ready"

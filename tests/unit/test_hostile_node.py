@@ -22,9 +22,9 @@ from corral.base.untrusted import parse_json, plain
 from corral.deploy.deployment.events import read_events
 from corral.deploy.deployment.folder import DeploymentFolder, RankFolder
 from corral.deploy.doctor.engine import read_all_reduce
-from corral.deploy.doctor.network import read_wire
+from corral.deploy.doctor.network import read_measurements
 from corral.deploy.lifecycle.deployments import Record, Status, statuses
-from corral.deploy.targets.remote_files import MIRRORED, mirror, read_report, read_started, read_stopped
+from corral.deploy.targets.ssh_reports import MIRRORED, mirror, read_report, read_started, read_stopped
 from corral.deploy.transfer.courier import ask_courier
 from corral.deploy.transfer.courier_events import read_event
 from corral.plan.hardware.survey import NodeFacts, read_answer
@@ -313,7 +313,7 @@ WIRES = [
 @pytest.mark.parametrize("text", WIRES, ids=range(len(WIRES)))
 def test_measurements_that_cannot_be_are_errors(text: str) -> None:
     with pytest.raises(DataError):
-        read_wire(text, "a", {"b"})
+        read_measurements(text, "a", {"b"})
 
 
 def test_an_all_reduce_that_says_nonsense_has_failed() -> None:

@@ -9,8 +9,8 @@ import pytest
 
 from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.deployment.state import State
-from corral.deploy.lifecycle import members as found
-from corral.deploy.lifecycle.members import HeldJob, RankMember
+from corral.deploy.lifecycle import deployments as found
+from corral.deploy.lifecycle.deployments import HeldJob, RankMember
 from corral.lab.report import status as shown
 
 

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from corral.base.bundle import bundle
+from corral.deploy.deployment.events import last_state
 from corral.deploy.deployment.folder import RankFolder
-from corral.deploy.targets.remote_files import NodeReport, last_state, mirror, mirrored_sizes, read_report
+from corral.deploy.targets.ssh_reports import NodeReport, mirror, mirrored_sizes, read_report
 from corral.node.processes import identity
 
 REMOTE = bundle("node/remote.py")
@@ -46,7 +47,9 @@ def test_pieces_make_the_whole_and_only_what_is_new_travels(sides: tuple[Path, R
     assert found.pieces["engine.log"].offset == 4
     assert here.log.read_text() == "one\ntwo\n"
     assert here.log.stat().st_mode & 0o077 == 0
-    assert last_state(here) == "starting"
+    last = last_state(here.events)
+    assert last
+    assert last.get("state") == "starting"
 
 
 def test_a_log_that_is_far_ahead_is_brought_from_its_end_and_offsets_agree(sides: tuple[Path, RankFolder]) -> None:

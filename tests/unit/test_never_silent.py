@@ -11,9 +11,10 @@ import pytest
 
 from corral.base.wording import duration
 from corral.deploy.deployment import start_times as starts
+from corral.deploy.deployment.diagnosis import explain_slow
 from corral.deploy.deployment.events import Event
 from corral.deploy.deployment.folder import DeploymentFolder
-from corral.deploy.deployment.slowness import SLOW, explain_slow
+from corral.deploy.deployment.signatures import SLOW
 from corral.deploy.deployment.start_times import Expected, Phase, course_of, durations, planned_start
 from corral.deploy.deployment.state import Patience
 from corral.deploy.lifecycle import staging as staging_module
@@ -203,7 +204,7 @@ def test_a_late_phase_is_told_with_the_engines_words_and_the_likely_cause() -> N
     details = {"phase": "compiling", "lasted_s": 130, "usual_s": 24, "line": "Warming up …", "lines": [ONEDNN]}
     text = slow_text(details, {"compiling": Expected(24, True)}, "d")
     assert text.startswith(
-        "compiling has lasted 2 min 10 s (usually 24 s here). The engine's last words: Warming up …"
+        "compiling has lasted 2 min 10 s (usually 24 s here). The engine's last line: Warming up …"
     )
     assert "reference loop" in text
     assert "--set weights=fp32" in text

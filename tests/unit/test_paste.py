@@ -16,7 +16,8 @@ import pytest
 from click.testing import CliRunner
 
 from corral.cli import root
-from corral.deploy.lifecycle import bringup
+from corral.deploy.lifecycle import rendering
+from corral.deploy.lifecycle.decision import DeployRequest
 from tests.unit.conftest import Corral
 from tests.until import free_port, until
 
@@ -91,10 +92,10 @@ def test_over_ssh_the_profiles_adapters_and_addresses_are_there(
     monkeypatch.setattr("socket.getaddrinfo", looked_up)
     options = {"hosts": ["node00", "10.0.0.2"], "gpus": "8xH100", "hca": "mlx5", "home": "/shared/corral"}
     notes: list[str] = []
-    wish = bringup.DeployRequest(
+    wish = DeployRequest(
         model="llama-3.1-70b", target="ssh", target_options=options, runtime="docker", fixed={"data": 2}
     )
-    text = bringup.to_paste(wish, notes.append)
+    text = rendering.to_paste(wish, notes.append)
     assert text.count("NCCL_IB_HCA=mlx5") == 2
     assert "VLLM_HOST_IP=10.0.0.1 " in text  # an address, not the name
     assert "VLLM_HOST_IP=10.0.0.2 " in text
@@ -108,12 +109,12 @@ def test_a_model_that_nodes_lack_is_brought_by_a_command_of_its_own(
 ) -> None:
     monkeypatch.setenv("CORRAL_SSH", NOBODY)
     options = {"hosts": ["10.0.0.1"], "gpus": "1xH100", "home": "/shared/corral", "models": str(corral.model.parent)}
-    wish = bringup.DeployRequest(model=str(corral.model), target="ssh", target_options=options, runtime="docker")
-    assert f" {corral.model} --served-model-name" in bringup.to_paste(wish, lambda _: None)  # the profile says so
-    wish = bringup.DeployRequest(
+    wish = DeployRequest(model=str(corral.model), target="ssh", target_options=options, runtime="docker")
+    assert f" {corral.model} --served-model-name" in rendering.to_paste(wish, lambda _: None)  # the profile says so
+    wish = DeployRequest(
         model=str(corral.model), target="ssh", target_options={**options, "models": None}, runtime="docker"
     )
-    text = bringup.to_paste(wish, lambda _: None)
+    text = rendering.to_paste(wish, lambda _: None)
     assert f"pull {corral.model} --hosts 10.0.0.1 --to /shared/corral/models/{corral.model.name}\n" in text
     assert f" /shared/corral/models/{corral.model.name} --served-model-name" in text
     assert f"source=/shared/corral/models/{corral.model.name}," in text
@@ -121,11 +122,11 @@ def test_a_model_that_nodes_lack_is_brought_by_a_command_of_its_own(
 
 def test_scripts_around_an_engine_are_not_shown_with_it(clean_home: Path) -> None:
     options = {"gpu": "h100", "gpus_per_node": 4, "nodes": 2, "partition": "gpu", "time": "4:00:00"}
-    wish = bringup.DeployRequest(
+    wish = DeployRequest(
         model="llama-3.1-70b", target="slurm", target_options=options, runtime="conda",
         runtime_options={"env": "vllm"}, fixed={"tensor": 4},
     )  # fmt: skip
-    lines = bringup.to_paste(wish, lambda _: None).splitlines()
+    lines = rendering.to_paste(wish, lambda _: None).splitlines()
     shown = [line for line in lines if line.startswith("#   ")]
     assert len(shown) == 2
     assert all("serve meta-llama/Llama-3.1-70B" in line for line in shown)

@@ -9,7 +9,7 @@ import pytest
 from tune_rivals import vendor_knobs
 
 from corral.base.record import dump_json, from_json, to_json
-from corral.deploy.lifecycle.bringup import DeployRequest, sized
+from corral.deploy.lifecycle.decision import DeployRequest, sized
 from corral.deploy.targets.local import LocalTarget
 from corral.lab.bench.limit import Limit, LimitCause, distance, roof
 from corral.lab.tune.knobs import knobs_for

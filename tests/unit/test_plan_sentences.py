@@ -15,7 +15,8 @@ import pytest
 
 from corral.base.errors import DoesNotFitError, UsageError
 from corral.cli import main
-from corral.deploy.lifecycle import bringup
+from corral.deploy.lifecycle import rendering
+from corral.deploy.lifecycle.decision import DeployRequest, decide
 from corral.plan import measured
 from corral.plan.choose import compare, make_plan
 from corral.plan.contract import Goal, Plan
@@ -136,9 +137,9 @@ def test_a_split_that_needs_more_gpus_is_answered_with_gpus() -> None:
 
 def test_up_says_the_same() -> None:
     with pytest.raises(DoesNotFitError, match=r"llama-3.1-8b cannot run as asked: a context of 200,000 is beyond"):
-        bringup.decide(bringup.DeployRequest(model="llama-3.1-8b", goal=Goal(context=200_000)), Elsewhere("1xH100"))
+        decide(DeployRequest(model="llama-3.1-8b", goal=Goal(context=200_000)), Elsewhere("1xH100"))
     with pytest.raises(DoesNotFitError, match=r"llama-3.1-405b does not fit: "):
-        bringup.decide(bringup.DeployRequest(model="llama-3.1-405b", fixed={"weights": "bf16"}), Elsewhere("8xH100"))
+        decide(DeployRequest(model="llama-3.1-405b", fixed={"weights": "bf16"}), Elsewhere("8xH100"))
 
 
 def test_context_and_max_model_len_are_one_question() -> None:
@@ -158,27 +159,25 @@ def test_an_a100_may_have_forty(shown: Run) -> None:
         assert parse_gpus(clear).note == ""
     assert parse_gpus("8xa100x2").note
     assert parse_gpus("1x4090").gpu == "RTX-4090"
-    decision = bringup.decide(bringup.DeployRequest(model="llama-3.1-8b"), Elsewhere("8xA100"))
+    decision = decide(DeployRequest(model="llama-3.1-8b"), Elsewhere("8xA100"))
     assert any("A100-40" in note for note in decision.notes())
 
 
 def test_another_checkpoint_is_announced_and_can_be_refused() -> None:
-    decision = bringup.decide(bringup.DeployRequest(model="llama-3.1-405b-instruct"), Elsewhere("8xH100"))
+    decision = decide(DeployRequest(model="llama-3.1-405b-instruct"), Elsewhere("8xH100"))
     (note,) = decision.notes()
     assert "is served in fp8: bf16 (756.0 GiB of weights) does not fit 8 × H100-SXM" in note
     assert "meta-llama/Llama-3.1-405B-Instruct-FP8" in note
     assert "--set weights=bf16" in note
-    asked = bringup.decide(
-        bringup.DeployRequest(model="llama-3.1-405b-instruct", fixed={"weights": "fp8"}), Elsewhere("8xH100")
-    )
+    asked = decide(DeployRequest(model="llama-3.1-405b-instruct", fixed={"weights": "fp8"}), Elsewhere("8xH100"))
     assert "--set weights=bf16" not in asked.notes()[0]
-    assert bringup.decide(bringup.DeployRequest(model="llama-3.1-405b-instruct"), Elsewhere("8xH200")).notes() == []
+    assert decide(DeployRequest(model="llama-3.1-405b-instruct"), Elsewhere("8xH200")).notes() == []
 
 
 def test_a_dry_run_announces_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bringup, "load_target", lambda *_: Elsewhere("8xH100"))
+    monkeypatch.setattr("corral.deploy.lifecycle.decision.load_target", lambda *_: Elsewhere("8xH100"))
     notes: list[str] = []
-    bringup.dry_run(bringup.DeployRequest(model="llama-3.1-405b-instruct"), notes.append)
+    rendering.dry_run(DeployRequest(model="llama-3.1-405b-instruct"), notes.append)
     assert any("Llama-3.1-405B-Instruct-FP8" in note for note in notes)
 
 

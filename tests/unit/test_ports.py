@@ -12,7 +12,7 @@ import pytest
 from corral.base.errors import ConflictError
 from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.targets.local import LocalTarget
-from corral.deploy.targets.near_port import near_port
+from corral.deploy.targets.ssh import near_port
 from corral.node import sockets as ports
 from corral.node.survey.usage import RESERVED
 from corral.node.survey.usage import ports as look
@@ -53,8 +53,8 @@ def test_on_this_machine_a_reserved_port_is_refused_or_passed_over(monkeypatch: 
     assert held
     with held:
         with pytest.raises(ConflictError, match=f"port {port} is held by another deployment that is starting"):
-            LocalTarget().choose_ports("127.0.0.1", port)
-        chosen = LocalTarget().choose_ports("127.0.0.1", None)
+            LocalTarget.from_options({}).choose_ports("127.0.0.1", port)
+        chosen = LocalTarget.from_options({}).choose_ports("127.0.0.1", None)
     assert chosen.ports.serve != port
     assert chosen.note.startswith(f"port {port} is held by another deployment that is starting; using ")
 
@@ -76,7 +76,7 @@ def test_two_tunnels_that_open_later_get_two_ports(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_port_held_for_a_tunnel_is_let_go_without_a_warning(tmp_path: Path) -> None:
-    script = "from corral.deploy.targets.near_port import near_port; print(near_port(0))"
+    script = "from corral.deploy.targets.ssh import near_port; print(near_port(0))"
     command = [sys.executable, "-X", "dev", "-c", script]
     done = subprocess.run(command, env={**os.environ, "CORRAL_HOME": str(tmp_path)}, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")

@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from corral.base.errors import AccessError, CorralError, DataError, NotFoundError, UsageError
-from corral.deploy.lifecycle.bringup import DeployRequest
+from corral.base.wording import time_limit_s
+from corral.deploy.lifecycle.decision import DeployRequest
 from corral.deploy.profile import folders
 from corral.deploy.profile.contract import all_keys
-from corral.deploy.profile.drafting import SAMPLES, as_toml, draft, with_value
+from corral.deploy.profile.drafting import as_toml, draft, with_value
 from corral.deploy.profile.merging import merged, with_storage
 from corral.deploy.profile.profile import Profile, all_profiles, assemble, environment, load_profile
 from corral.deploy.profile.reading import MOST_BYTES, build_settings, parse, read_file
-from corral.deploy.slurm.commands import seconds
 from corral.engines.settings import SETTINGS
 
 
@@ -117,9 +117,8 @@ def test_keys_that_contradict_each_other_are_refused(text: str, words: str) -> N
 def test_every_key_can_be_said() -> None:
     values: dict[str, Any] = {"target": "ssh", "description": "all of it"}
     for key in all_keys():
-        sample = SAMPLES.get(key.dotted, key.sample)
-        if key.table and key.table != "slurm" and sample is not None:
-            values.setdefault(key.table, {})[key.name] = sample
+        if key.table and key.table != "slurm" and key.sample is not None:
+            values.setdefault(key.table, {})[key.name] = key.sample
     values["ssh"].pop("hosts_file")
     values["endpoint"].pop("expose")
     values["runtime"] = {"name": "docker", "image": "x", "options": {"nested": 1}}
@@ -142,10 +141,10 @@ def test_every_sample_of_a_draft_is_valid_once_its_sign_is_taken_away() -> None:
 
 
 def test_times_as_slurm_writes_them() -> None:
-    assert [seconds(text) for text in ("30", "10:30", "4:00:00", "1-12", "1-0:30", "2-01:02:03")] == [
+    assert [time_limit_s(text) for text in ("30", "10:30", "4:00:00", "1-12", "1-0:30", "2-01:02:03")] == [
         1800, 630, 14400, 129600, 88200, 176523,
     ]  # fmt: skip
-    assert seconds("never") is None
+    assert time_limit_s("never") is None
 
 
 # ------------------------------------------------------------------------------------------------------ hostile files

@@ -7,7 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from corral.deploy.lifecycle.bringup import DeployRequest, dry_run
+from corral.deploy.lifecycle.decision import DeployRequest
+from corral.deploy.lifecycle.rendering import dry_run
 from corral.deploy.profile.merging import merged
 from corral.deploy.profile.profile import load_profile
 from tests.unit.conftest import Corral

@@ -18,7 +18,9 @@ from tests.unit.test_messages import _last as last_name
 
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
 # other programs' options: Ray's, SLURM's, conda's, pip's, Docker's, and vLLM's own flags
-FOREIGN = re.compile(r"(ray start|squeue|conda create|uv pip install|python3|docker ps|Docker|Say|unless)\b[^`,;)]*")
+FOREIGN = re.compile(
+    r"(ray start|squeue|conda create|uv pip install|python3|docker ps|Docker|vLLM's|Say|unless)\b[^`,;)]*"
+)
 
 USES = ("complete", "chat", "score", "top", "batch run", "batch serve", "bench run", "bench search", "bench sweep")
 STARTS = ("up", "batch run")  # whatever starts a model
@@ -45,12 +47,14 @@ SHOWN_BY: dict[str, tuple[str, ...]] = {
     "client/errors.py": USES,
     "client/sampling.py": ("complete", "chat", "batch run"),
     "deploy/deployment/diagnosis.py": STARTS,
+    "deploy/deployment/signatures.py": STARTS,
     "deploy/doctor/judge.py": ("doctor",),
     "deploy/doctor/readiness.py": ("doctor",),
     "engines/flags.py": ("up",),
     "plan/hardware/fabric.py": ("up", "batch run", "doctor"),
     "deploy/launch/links.py": STARTS,
     "deploy/lifecycle/bringup.py": STARTS,
+    "deploy/lifecycle/decision.py": STARTS,
     "deploy/lifecycle/deployments.py": STARTS,
     "deploy/lifecycle/distant.py": ("tunnel",),
     "deploy/lifecycle/renewal.py": ("renew",),
@@ -84,6 +88,7 @@ FEWER: dict[str, tuple[str, ...]] = {
 # remedies that are no error's: tables of diagnoses, of SLURM's words, of flags
 TABLES = (
     "deploy/deployment/diagnosis.py",
+    "deploy/deployment/signatures.py",
     "deploy/doctor/judge.py",
     "engines/flags.py",
     "deploy/slurm/states.py",

@@ -20,6 +20,7 @@ from corral.deploy.deployment.fleet import GatewayAddress
 from corral.deploy.deployment.folder import DeploymentFolder, chain_of
 from corral.deploy.deployment.state import Reason, State
 from corral.deploy.lifecycle import bringup, deployments, renewal
+from corral.deploy.lifecycle.decision import DeployRequest
 from corral.deploy.lifecycle.deployments import Record, Status, Timings
 from corral.deploy.lifecycle.renewal import Facts, next_step, renew
 from corral.deploy.lifecycle.successors import (
@@ -32,6 +33,7 @@ from corral.deploy.lifecycle.successors import (
     refuse_living_chain,
     write_chain,
 )
+from corral.deploy.slurm.options import SlurmOptions
 from corral.deploy.slurm.script import BatchJob, batch_script
 from corral.deploy.targets.base import Lease, Queue
 from corral.serve.gateway.process import proxy_process
@@ -134,7 +136,7 @@ class FakeQueue:
     def job_of(self, folder: DeploymentFolder) -> str:
         return "1"
 
-    def hand_on(self, folder: DeploymentFolder, current: str) -> str:
+    def submit_successor(self, folder: DeploymentFolder, current: str) -> str:
         return "2"
 
     def with_renewal(self, options: Any) -> Any: ...
@@ -163,7 +165,7 @@ def first(monkeypatch: pytest.MonkeyPatch) -> DeploymentFolder:
     folder = DeploymentFolder.of("it's kept")
     folder.create()
     write_atomic(folder.record, dump_json(record_of(folder)))
-    write_atomic(folder.request, dump_json(bringup.DeployRequest(model="m", name=folder.name, renew=True, port=8000)))
+    write_atomic(folder.request, dump_json(DeployRequest(model="m", name=folder.name, renew=True, port=8000)))
     write_chain(folder, Chain(max_jobs=4))
     folder.job.write_text("{}")
     monkeypatch.setattr(deployments, "status", lambda one: status_of(one, State.READY))
@@ -173,7 +175,7 @@ def first(monkeypatch: pytest.MonkeyPatch) -> DeploymentFolder:
     return folder
 
 
-def submitted(request: bringup.DeployRequest, report: Any, wait: bool = True) -> None:
+def submitted(request: DeployRequest, report: Any, wait: bool = True) -> None:
     assert not wait
     assert request.port is None
     assert request.name
@@ -230,7 +232,7 @@ def test_a_silent_controller_is_waited_for_and_a_refusal_ends_the_chain(
 ) -> None:
     answers: list[CorralError] = [UnreachableError("no answer.", "")] * 9 + [UsageError("sbatch refused.", "")] * 9
 
-    def refuses(request: bringup.DeployRequest, report: Any, wait: bool = True) -> None:
+    def refuses(request: DeployRequest, report: Any, wait: bool = True) -> None:
         raise answers.pop(0)
 
     monkeypatch.setattr(bringup, "bring_up", refuses)
@@ -263,16 +265,16 @@ def test_a_successor_has_the_chains_key_and_a_wish_comes_back_from_its_file(firs
     successor = DeploymentFolder.of("it's kept~2")
     successor.create()
     decision: Any = None
-    bringup._join_chain(bringup.DeployRequest(follows=first.name), decision, successor)
+    bringup._join_chain(DeployRequest(follows=first.name), decision, successor)
     assert successor.key.read_text() == first.key.read_text()
     assert successor.key.stat().st_mode & 0o777 == 0o600
     assert chain_of("it's kept~2") == "it's kept"
     assert chain_of("a~b") == "a~b"
-    request = bringup.DeployRequest(
+    request = DeployRequest(
         model="m", target_options={"time": "1:00", "extra": {"a": 1}}, fixed={"tensor": 2}, extra_args=("--x",)
     )
     write_atomic(first.request, dump_json(request))
-    assert load_json(bringup.DeployRequest, first.request) == request
+    assert load_json(DeployRequest, first.request) == request
 
 
 def test_a_lock_of_a_node_that_is_gone_grows_old(first: DeploymentFolder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,7 +285,9 @@ def test_a_lock_of_a_node_that_is_gone_grows_old(first: DeploymentFolder, monkey
     assert not first.successors_lock.exists()
 
 
-KEPT_JOB = BatchJob("m", "t", "/shared/m", 1, renewer="CORRAL_HOME=/shared /opt/python -m corral renew m")
+KEPT_JOB = BatchJob(
+    "m", "t", "/shared/m", SlurmOptions(), renewer="CORRAL_HOME=/shared /opt/python -m corral renew m"
+)
 
 
 def test_the_script_of_a_kept_job() -> None:

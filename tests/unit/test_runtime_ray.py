@@ -11,7 +11,7 @@ import pytest
 
 from corral.base.errors import EngineError, UsageError
 from corral.deploy.launch.links import Node
-from corral.deploy.lifecycle import bringup
+from corral.deploy.lifecycle.decision import DeployRequest, decide
 from corral.deploy.targets.slurm import SlurmTarget
 from corral.engines import PINNED_VERSION
 from corral.engines.runtimes.base import EngineCommand, NodeCheck, NodeSide, Runtime, make_runtime
@@ -75,8 +75,8 @@ class TwoNodes(Elsewhere):
         return (Node("a", "10.0.0.1"), Node("b", "10.0.0.2"))
 
 
-def request(link: str, runtime: str, **options: object) -> bringup.DeployRequest:
-    return bringup.DeployRequest(
+def request(link: str, runtime: str, **options: object) -> DeployRequest:
+    return DeployRequest(
         model="llama-3.1-405b-instruct", link=link, runtime=runtime, runtime_options={**OPTIONS[runtime], **options}
     )
 
@@ -84,16 +84,16 @@ def request(link: str, runtime: str, **options: object) -> bringup.DeployRequest
 @pytest.mark.parametrize("runtime", ["docker", "podman", "apptainer"])
 def test_vllms_own_image_is_refused_before_anything_starts(runtime: str) -> None:
     with pytest.raises(EngineError, match=r"vllm/vllm-openai:v0.32.0 has no Ray, which --link ray needs"):
-        bringup.decide(request("ray", runtime), TwoNodes("8xH100x2"))
-    bringup.decide(request("native", runtime), TwoNodes("8xH100x2"))
-    bringup.decide(request("auto", runtime), TwoNodes("8xH100x2"))
+        decide(request("ray", runtime), TwoNodes("8xH100x2"))
+    decide(request("native", runtime), TwoNodes("8xH100x2"))
+    decide(request("auto", runtime), TwoNodes("8xH100x2"))
 
 
 def test_images_that_may_have_it_are_asked() -> None:
     for image in ("vllm/vllm-openai:v0.10.2", "registry/mine:latest"):
-        bringup.decide(request("ray", "docker", image=image), TwoNodes("8xH100x2"))
-    bringup.decide(request("ray", "docker", ray="install"), TwoNodes("8xH100x2"))
-    bringup.decide(request("ray", "conda"), TwoNodes("8xH100x2"))
+        decide(request("ray", "docker", image=image), TwoNodes("8xH100x2"))
+    decide(request("ray", "docker", ray="install"), TwoNodes("8xH100x2"))
+    decide(request("ray", "conda"), TwoNodes("8xH100x2"))
 
 
 def test_an_unknown_word_for_ray() -> None:

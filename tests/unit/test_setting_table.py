@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from corral.base.errors import UsageError
-from corral.deploy.lifecycle.bringup import DeployRequest
+from corral.deploy.lifecycle.decision import DeployRequest
 from corral.engines.flags import shipped_flags
 from corral.engines.settings import SETTINGS, Setting, VariedBy, boolean, read_back, vllm_defaults, whole
 from corral.lab.tune.knobs import knobs_for

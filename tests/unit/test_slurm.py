@@ -19,15 +19,17 @@ from corral.base import shell, ssh
 from corral.base.errors import CorralError, DoesNotFitError, NotFoundError, UnreachableError, UsageError
 from corral.base.processes import own_identity
 from corral.base.record import dump_json, load_json
+from corral.base.wording import time_limit_s, time_limit_text
 from corral.deploy.deployment.folder import DeploymentFolder
-from corral.deploy.lifecycle import bringup, deployments
+from corral.deploy.lifecycle import deployments, rendering
+from corral.deploy.lifecycle.decision import DeployRequest
 from corral.deploy.slurm import cluster, commands
 from corral.deploy.slurm import preflight as shared_home
-from corral.deploy.slurm.commands import SlurmJob, seconds
+from corral.deploy.slurm.commands import SlurmJob
 from corral.deploy.slurm.options import SlurmOptions, mebibytes
-from corral.deploy.slurm.script import BatchJob, batch_script, clock
-from corral.deploy.slurm.states import NOT_KNOWN, STATES, WAITS, standing
-from corral.deploy.targets import slurm as targets_slurm
+from corral.deploy.slurm.script import BatchJob, batch_script
+from corral.deploy.slurm.states import NOT_KNOWN, STATES, WAITS, job_verdict
+from corral.deploy.targets import slurm_job
 from corral.deploy.targets.base import JobState
 from corral.deploy.targets.slurm import SlurmTarget
 from corral.deploy.targets.slurm_job import Submitted
@@ -78,7 +80,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 # --------------------------------------------------------------------------------------------------------- states
 def test_slurms_states_are_told_apart() -> None:
-    ended = {name: standing(SlurmJob("7", name)) for name in STATES if standing(SlurmJob("7", name)).ended}
+    ended = {name: job_verdict(SlurmJob("7", name)) for name in STATES if job_verdict(SlurmJob("7", name)).ended}
     reasons = {name: found.reason for name, found in ended.items()}
     assert reasons["TIMEOUT"] is Reason.WALLTIME
     assert reasons["NODE_FAIL"] is Reason.NODE_LOST
@@ -93,41 +95,41 @@ def test_slurms_states_are_told_apart() -> None:
 
 @pytest.mark.parametrize("word", ["", "SOMETHING_OF_A_LATER_VERSION", "RUNNING|x"])
 def test_a_state_nobody_knows_is_unknown(word: str) -> None:
-    found = standing(SlurmJob("7", word))
+    found = job_verdict(SlurmJob("7", word))
     assert found.state is State.UNKNOWN
     assert not found.ended
 
 
 def test_waiting_is_told_with_its_reason_and_the_expected_start() -> None:
     noon = time.mktime((2026, 11, 15, 12, 0, 0, 0, 0, -1))
-    found = standing(SlurmJob("7", "PENDING", "Priority", start_s=noon + 3600), now_s=noon)
+    found = job_verdict(SlurmJob("7", "PENDING", "Priority", start_s=noon + 3600), now_s=noon)
     assert found.text == (
         "job 7 waits in the queue: jobs of higher priority come first (Priority); expected to start at 13:00"
     )
-    again = standing(SlurmJob("7", "PENDING", "BeginTime", restarts=1), now_s=noon).text
+    again = job_verdict(SlurmJob("7", "PENDING", "BeginTime", restarts=1), now_s=noon).text
     assert again.startswith("job 7, again, waits in the queue")
-    odd = standing(SlurmJob("7", "PENDING", "SomethingNew"), now_s=noon)
+    odd = job_verdict(SlurmJob("7", "PENDING", "SomethingNew"), now_s=noon)
     assert odd.text == "job 7 waits in the queue: SLURM says SomethingNew"
-    assert "--account" in standing(SlurmJob("7", "PENDING", "InvalidAccount"), now_s=noon).remedy
-    held = standing(SlurmJob("7", "PENDING", "JobHeldUser"), now_s=noon)
+    assert "--account" in job_verdict(SlurmJob("7", "PENDING", "InvalidAccount"), now_s=noon).remedy
+    held = job_verdict(SlurmJob("7", "PENDING", "JobHeldUser"), now_s=noon)
     assert "`scontrol release 7`" in held.remedy
     for reason in WAITS:
-        assert standing(SlurmJob("7", "PENDING", reason), now_s=noon).state is State.QUEUED
+        assert job_verdict(SlurmJob("7", "PENDING", reason), now_s=noon).state is State.QUEUED
 
 
 def test_who_cancelled() -> None:
-    assert "cancelled by alice" in standing(SlurmJob("7", "CANCELLED", cancelled_by="alice")).text
-    assert "by you or by an administrator" in standing(SlurmJob("7", "CANCELLED")).text
+    assert "cancelled by alice" in job_verdict(SlurmJob("7", "CANCELLED", cancelled_by="alice")).text
+    assert "by you or by an administrator" in job_verdict(SlurmJob("7", "CANCELLED")).text
 
 
 def test_names_that_look_like_words_of_a_sentence_stay_as_they_are() -> None:
-    lost = standing(SlurmJob("7", "NODE_FAIL", nodes="STANDBY01,NODES02"))
+    lost = job_verdict(SlurmJob("7", "NODE_FAIL", nodes="STANDBY01,NODES02"))
     assert lost.text == "job 7 lost a node of STANDBY01,NODES02"
-    failed = standing(SlurmJob("7", "FAILED", exit_code="1:0"), "/home/JOB/{job}/CATALOG/job.log")
+    failed = job_verdict(SlurmJob("7", "FAILED", exit_code="1:0"), "/home/JOB/{job}/CATALOG/job.log")
     assert failed.remedy == "Its output: `/home/JOB/{job}/CATALOG/job.log`."
-    assert standing(SlurmJob("7", "CANCELLED", cancelled_by="{nodes}")).text == "job 7 was cancelled by {nodes}"
-    assert "{by} on BY01" in standing(SlurmJob("7", "PENDING", "{by} on BY01")).text
-    told = [standing(SlurmJob("7", name)) for name in STATES]
+    assert job_verdict(SlurmJob("7", "CANCELLED", cancelled_by="{nodes}")).text == "job 7 was cancelled by {nodes}"
+    assert "{by} on BY01" in job_verdict(SlurmJob("7", "PENDING", "{by} on BY01")).text
+    told = [job_verdict(SlurmJob("7", name)) for name in STATES]
     assert not any("{" in one.text + one.remedy for one in told)
 
 
@@ -138,9 +140,9 @@ def test_names_that_look_like_words_of_a_sentence_stay_as_they_are() -> None:
      ("UNLIMITED", None), ("NONE", None), ("", None), ("4h", None), ("INVALID", None)],
 )  # fmt: skip
 def test_times(text: str, number: float | None) -> None:
-    assert seconds(text) == number
+    assert time_limit_s(text) == number
     if number:
-        assert seconds(clock(number)) == number
+        assert time_limit_s(time_limit_text(number)) == number
 
 
 def test_memory() -> None:
@@ -170,7 +172,7 @@ def test_one_call_for_all_jobs_and_not_too_often(fake: Any) -> None:
     assert (found["12"].nodes, found["12"].left_s, found["12"].reason) == ("n[1-2]", 3540, "")
     assert found["12"].end_s - found["12"].start_s == 3600  # type: ignore[operator]
     assert (found["13"].restarts, found["13"].start_s) == (2, None)
-    assert "down, drained" in standing(found["14"]).text
+    assert "down, drained" in job_verdict(found["14"]).text
     assert commands.jobs() is found
     assert len(called.read_text().splitlines()) == 1
     assert f"--user={os.getuid()} --states=all" in called.read_text()
@@ -361,7 +363,7 @@ def test_options_from_words_and_from_profiles() -> None:
     assert (words.exclusive, words.nodes, words.modules) == (True, 2, ("a", "b"))
     assert words.extra == {"mail-type": "END", "hold": True}
     made = SlurmTarget.from_options(KEMPNER)
-    assert SlurmTarget.from_options(made.options()) == made  # as kept in the record
+    assert SlurmTarget.from_options(made.options()).chosen == made.chosen  # as kept in the record
     assert json.loads(json.dumps(made.options())) == made.options()
 
 
@@ -384,13 +386,13 @@ def test_kempners_documented_deployments(
 ) -> None:
     monkeypatch.setenv("CORRAL_HOME", "/n/holylabs/corral")
     monkeypatch.setenv("PATH", "/nonexistent")  # a dry run from a profile asks no cluster
-    request = bringup.DeployRequest(
+    request = DeployRequest(
         model=model,
         target="slurm",
         target_options={**KEMPNER, "nodes": nodes},
         fixed={"tensor": tensor, "pipeline": 1},
     )
-    spec = bringup.dry_run(request)
+    spec = rendering.dry_run(request)
     expected = GOLDEN / f"kempner_{model.rpartition('-')[2]}.sh"
     if os.environ.get("CORRAL_GOLDEN"):
         expected.parent.mkdir(exist_ok=True)
@@ -416,7 +418,7 @@ def test_kept_scripts_are_clean(kept: Path, shellcheck: Shellcheck) -> None:
 
 def test_as_many_nodes_as_the_model_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
-    spec = bringup.dry_run(bringup.DeployRequest(model="llama-3.1-405b", target="slurm", target_options=KEMPNER))
+    spec = rendering.dry_run(DeployRequest(model="llama-3.1-405b", target="slurm", target_options=KEMPNER))
     assert len(spec.ranks) > 1
     assert f"#SBATCH --nodes={len(spec.ranks)}\n" in spec.script
 
@@ -424,7 +426,7 @@ def test_as_many_nodes_as_the_model_needs(monkeypatch: pytest.MonkeyPatch) -> No
 def test_gpus_need_not_be_typed(fake: Any) -> None:
     fake("scontrol", f'case "$*" in *partition*) {print_text(PARTITIONS)}\n;; *) {print_text(NODES)}\n;; esac')
     tested = fake("sbatch", "exit 0")
-    spec = bringup.dry_run(bringup.DeployRequest(model="llama-3.1-70b", target="slurm", fixed={"tensor": 4}))
+    spec = rendering.dry_run(DeployRequest(model="llama-3.1-70b", target="slurm", fixed={"tensor": 4}))
     said = [line.removeprefix("#SBATCH --") for line in spec.script.splitlines() if line.startswith("#SBATCH")]
     for option in ("partition=gpu_h100", "nodes=1", "gpus-per-node=4", "cpus-per-task=96", "mem=0", "time=1:00:00"):
         assert option in said
@@ -432,11 +434,9 @@ def test_gpus_need_not_be_typed(fake: Any) -> None:
     assert "--test-only" in tested.read_text()
     fake("sbatch", "echo 'sbatch: error: Invalid account or account/partition combination specified' >&2; exit 1")
     with pytest.raises(UsageError, match="Invalid account"):  # before an engine or a model is fetched
-        bringup.dry_run(bringup.DeployRequest(model="llama-3.1-70b", target="slurm", target_options={"account": "x"}))
+        rendering.dry_run(DeployRequest(model="llama-3.1-70b", target="slurm", target_options={"account": "x"}))
     with pytest.raises(DoesNotFitError, match="gives a job 3 d, and 4 d were requested"):
-        bringup.dry_run(
-            bringup.DeployRequest(model="llama-3.1-70b", target="slurm", target_options={"time": "4-00:00:00"})
-        )
+        rendering.dry_run(DeployRequest(model="llama-3.1-70b", target="slurm", target_options={"time": "4-00:00:00"}))
 
 
 HOSTILE = ["plain", "it's", "a b", 'quo"te', "$(touch x)", "back`tick", "semi;colon", "100%", "ünïcode", "-rf", "a#b"]
@@ -444,7 +444,9 @@ HOSTILE = ["plain", "it's", "a b", 'quo"te', "$(touch x)", "back`tick", "semi;co
 
 def hostile_script(name: str) -> str:
     folder = DeploymentFolder.of(name)
-    return batch_script(BatchJob(name, name, str(folder.path), 1, modules=("a b",), extra={"comment": "a b"}))
+    return batch_script(
+        BatchJob(name, name, str(folder.path), SlurmOptions(modules=("a b",), extra={"comment": "a b"}))
+    )
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -469,7 +471,7 @@ def test_loading_longer_than_the_job_is_refused_with_numbers(monkeypatch: pytest
     monkeypatch.setenv("PATH", "/nonexistent")
     options = {**KEMPNER, "nodes": 4, "time": "3:00"}
     with pytest.raises(DoesNotFitError) as caught:
-        bringup.dry_run(bringup.DeployRequest(model="llama-3.1-405b", target="slurm", target_options=options))
+        rendering.dry_run(DeployRequest(model="llama-3.1-405b", target="slurm", target_options=options))
     assert "loading takes about" in caught.value.message
     assert "the job has 3 min" in caught.value.message
     assert caught.value.details["time_s"] == 180
@@ -592,7 +594,7 @@ def test_an_agent_that_was_killed_is_named(fake: Any, deployed: DeploymentFolder
     queue(fake, "FAILED", "NonZeroExitCode", code="35072")
     found = deployments.status(deployed)
     assert found.reason is Reason.AGENT_KILLED
-    assert found.text.startswith("the agent of rank 0 on n1 is gone without a word")
+    assert found.text.startswith("the agent of rank 0 on n1 disappeared without writing why")
     assert not list(deployed.path.rglob("*.tmp"))
 
 
@@ -616,7 +618,7 @@ def test_a_job_that_finds_none_of_its_files(fake: Any, deployed: DeploymentFolde
 def test_a_job_that_failed_before_its_agents_gives_its_last_words(fake: Any, deployed: DeploymentFolder) -> None:
     deployed.job_log.write_text("0: corral: no network joins all nodes of this job\n\n")
     queue(fake, "FAILED", "NonZeroExitCode", code="256")
-    text = "job 7 failed with exit code 1; its last words: 0: corral: no network joins all nodes of this job"
+    text = "job 7 failed with exit code 1; its last line: 0: corral: no network joins all nodes of this job"
     assert deployments.status(deployed).text == text
 
 
@@ -641,7 +643,7 @@ def test_what_never_clears_ends_the_wait(fake: Any, deployed: DeploymentFolder, 
     "reason", ["Resources", "Priority", "Dependency", "QOSMaxJobsPerUserLimit", "AssocGrpGRES", "JobHeldUser", "None"]
 )
 def test_what_may_clear_is_waited_for(reason: str) -> None:
-    assert standing(SlurmJob("7", "PENDING", reason)).reason is None
+    assert job_verdict(SlurmJob("7", "PENDING", reason)).reason is None
 
 
 def test_a_home_that_nodes_do_not_see_is_refused(tmp_path: Path, fake: Any) -> None:
@@ -743,7 +745,7 @@ def test_stopping_does_not_wait_until_slurm_gives_up_a_lost_node(
     fake: Any, deployed: DeploymentFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The agents say that a node is lost; the job stays in the queue until SLURM has given the node up."""
-    monkeypatch.setattr(targets_slurm, "LOST_PATIENCE_S", 0.0)
+    monkeypatch.setattr(slurm_job, "LOST_PATIENCE_S", 0.0)
     queue(fake, "RUNNING")
     agent_says(deployed, "failed", "node_lost")
     called = fake("scancel", "exit 0")
@@ -755,7 +757,7 @@ def test_stopping_does_not_wait_until_slurm_gives_up_a_lost_node(
 def test_a_node_lost_while_it_stops_ends_the_wait(
     fake: Any, deployed: DeploymentFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(targets_slurm, "LOST_PATIENCE_S", 0.0)
+    monkeypatch.setattr(slurm_job, "LOST_PATIENCE_S", 0.0)
     queue(fake, "RUNNING")
     agent_says(deployed, "ready")
     event = json.dumps({"t": time.time(), "kind": "state", "rank": 0, "state": "failed", "reason": "node_lost"})
@@ -916,21 +918,28 @@ def test_what_the_nodes_write_is_private(tmp_path: Path) -> None:
 EVIL = "x\n#SBATCH --uid=0\ntouch /tmp/owned"
 
 
+def job_with(name: str, value: Any) -> BatchJob:
+    job = BatchJob("d", "t", "/f", SlurmOptions(nodes=1))
+    return (
+        replace(job, **{name: value})
+        if hasattr(job, name)
+        else replace(job, options=replace(job.options, **{name: value}))
+    )
+
+
 @pytest.mark.parametrize(
     "name", ["partition", "account", "mem", "output", "error", "constraint", "job_name", "folder"]
 )
 def test_a_newline_in_a_value_is_no_line_of_the_script(name: str) -> None:
     """Also in values that no option was read from: what SLURM says of a partition, the path of Corral's home."""
-    given = {"deployment": "d", "title": "t", "folder": "/f", "nodes": 1, name: EVIL}
     with pytest.raises(UsageError, match="one line"):
-        batch_script(BatchJob(**given))  # type: ignore[arg-type]
+        batch_script(job_with(name, EVIL))
 
 
 @pytest.mark.parametrize("name", ["title", "deployment", "python", "modules"])
 def test_a_newline_elsewhere_stays_where_it_is(name: str, shellcheck: Shellcheck) -> None:
     value = (EVIL,) if name == "modules" else EVIL
-    given = {"deployment": "d", "title": "t", "folder": "/f", "nodes": 1, name: value}
-    text = batch_script(BatchJob(**given))  # type: ignore[arg-type]
+    text = batch_script(job_with(name, value))
     done = subprocess.run(
         ["bash", "-nv"], input=text, capture_output=True, text=True, check=True, env={"PATH": os.environ["PATH"]}
     )

@@ -17,9 +17,8 @@ from corral.base.errors import ConflictError, CorralError, DataError, UsageError
 from corral.base.ssh import Ssh
 from corral.deploy.transfer.courier import ChangedSourceError
 from corral.deploy.transfer.courier_events import CourierRow
-from corral.deploy.transfer.in_place import plan_sources, same_storage
-from corral.deploy.transfer.outcome import Origin, Outcome, Progress
-from corral.deploy.transfer.spread import ensure_folder, spread
+from corral.deploy.transfer.courier_group import Origin, Outcome, Progress
+from corral.deploy.transfer.spread import ensure_folder, plan_sources, same_storage, spread
 from tests.fake_ssh import make_fake_ssh
 
 HOSTS = ["n0", "n1", "n2", "n3"]

@@ -13,9 +13,8 @@ from corral.base.errors import UnreachableError
 from corral.base.shell import CommandHandle
 from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.deployment.state import Reason
-from corral.deploy.targets import ssh_nodes as ssh_reports
-from corral.deploy.targets.remote_files import LogPiece, NodeReport, last_word
-from corral.deploy.targets.ssh_nodes import gather, is_away
+from corral.deploy.targets import ssh_reports
+from corral.deploy.targets.ssh_reports import LogPiece, NodeReport, failure_of, gather, is_away
 
 HOSTS = ("head", "second", "third")
 Answer = Callable[[CommandHandle], NodeReport]
@@ -109,14 +108,14 @@ def test_a_rank_that_was_told_to_end_does_not_speak_for_its_head(folder: Deploym
     second = says("failed", reason="engine_exited", text="told by the head")
     found = gather(folder, HOSTS, ask({"head": head, "second": second, "third": silent}))
     assert "head" in found
-    assert last_word(folder.rank(1)) == (Reason.ENGINE_EXITED, "told by the head")
+    assert failure_of(folder.rank(1)) == (Reason.ENGINE_EXITED, "told by the head")
 
 
 @pytest.mark.parametrize("reason", [None, 5, "a reason of tomorrow"])
 def test_a_rank_whose_reason_is_not_known_has_still_failed(folder: DeploymentFolder, reason: object) -> None:
     second = says("failed", reason=reason, text="it says")
     gather(folder, HOSTS, ask({"head": silent, "second": second, "third": says("ready")}))
-    assert last_word(folder.rank(1)) == (Reason.NODE_LOST, "it says")
+    assert failure_of(folder.rank(1)) == (Reason.NODE_LOST, "it says")
 
 
 @pytest.mark.parametrize("rank", [7, -1, "1", True, None])

@@ -23,7 +23,7 @@ from corral.cli.up import read_words
 from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.deployment.state import State
 from corral.deploy.lifecycle import deployments
-from corral.deploy.lifecycle.bringup import DeployRequest, as_planned, sized
+from corral.deploy.lifecycle.decision import DeployRequest, as_planned, sized
 from corral.deploy.lifecycle.deployments import Record
 from corral.deploy.profile.folders import user_folder
 from corral.deploy.profile.merging import merged

@@ -27,7 +27,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DeploymentFolder:
 def test_a_tunnel_that_was_refused_the_port_waits_for_the_one_that_has_it(
     folder: DeploymentFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tunnel, "TOLD_S", 60.0)
+    monkeypatch.setattr(tunnel, "RECORD_S", 60.0)
     near = tmp_path / "near"
 
     def say() -> None:
@@ -45,6 +45,6 @@ def test_a_tunnel_that_was_refused_the_port_waits_for_the_one_that_has_it(
 def test_one_that_ended_and_left_nobody_is_given_up_soon(
     folder: DeploymentFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tunnel, "TOLD_S", 0.2)
+    monkeypatch.setattr(tunnel, "RECORD_S", 0.2)
     monkeypatch.setattr(tunnel, "OPEN_S", 3600.0)
     assert not opened(folder, lambda: True)

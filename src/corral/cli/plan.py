@@ -11,7 +11,7 @@ from corral.base.errors import DoesNotFitError, UsageError
 from corral.base.home import home_dir
 from corral.base.record import dump_json, to_json
 from corral.cli.options import TokenCount
-from corral.deploy.profile.merging import AskedValues, asked_of_plan, hardware_of_plan, tuning_of_plan
+from corral.deploy.profile.merging import PlanRequest, hardware_of_plan, plan_request, tuning_of_plan
 from corral.deploy.profile.profile import Profile, load_profile
 from corral.engines.flags import check_arguments, shipped_flags
 from corral.engines.settings import SETTINGS
@@ -104,7 +104,7 @@ class _Question(NamedTuple):
 
     model: str
     goal: Goal
-    asked: AskedValues
+    asked: PlanRequest
 
 
 def _asked(profile: Profile, model: str | None, given: Mapping[str, Any], engine_args: tuple[str, ...]) -> _Question:
@@ -113,7 +113,7 @@ def _asked(profile: Profile, model: str | None, given: Mapping[str, Any], engine
         raise UsageError("no model was named.", "For example: corral plan llama-3.1-8b --gpus 1xH100.")
     said = {name: given[name] for name in ("context", "concurrency", "goal") if given[name] is not None}
     said |= {"fixed": parse_assignments(given["assignments"]), "extra_args": engine_args}
-    asked = asked_of_plan(profile, said)
+    asked = plan_request(profile, said)
     _check_rest(asked.rest)
     goal = Goal(
         **asked.goal,

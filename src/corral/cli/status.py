@@ -15,8 +15,7 @@ from corral.cli.options import deployment_argument, json_option
 from corral.client.endpoint import Endpoint
 from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.deployment.state import State
-from corral.deploy.lifecycle.deployments import status
-from corral.deploy.lifecycle.members import HeldJob, RankMember, held_job, members
+from corral.deploy.lifecycle.deployments import HeldJob, RankMember, held_job, members, status
 from corral.deploy.lifecycle.successors import all_standings, choose_folder, read_chain
 from corral.deploy.lifecycle.watching import learn_from
 from corral.lab.report import tables

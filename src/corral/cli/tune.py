@@ -32,7 +32,8 @@ from corral.cli.up import UpWords, read_words, wish_of
 from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.deployment.start_times import planned_restart_s
 from corral.deploy.deployment.state import State
-from corral.deploy.lifecycle import bringup, deployments
+from corral.deploy.lifecycle import deployments
+from corral.deploy.lifecycle.decision import DeployRequest, as_planned, sized
 from corral.deploy.lifecycle.deployments import Record
 from corral.deploy.lifecycle.successors import choose_folder
 from corral.deploy.profile.profile import load_profile
@@ -167,7 +168,7 @@ def _continue_run(found: TuneRun) -> TuneRun:
     return found
 
 
-def _deploy_request(model: str | None, options: dict[str, Any]) -> tuple[bringup.DeployRequest, tuple[str, ...]]:
+def _deploy_request(model: str | None, options: dict[str, Any]) -> tuple[DeployRequest, tuple[str, ...]]:
     """The base of the run, by a model's name or as a deployment was started, and its vLLM flags."""
     names = ("context", "concurrency", "fixed", "runtime", "runtime_options", "extra_env")
     values = {key: options[key] for key in names} | {
@@ -207,17 +208,17 @@ def _seen(name: str) -> SeenLoad:
 def _begin_run(model: str | None, name: str, options: dict[str, Any]) -> TuneRun:
     """A new run; everything that can be checked before a start is checked."""
     request, arguments = _deploy_request(model, options)
-    request = bringup.as_planned(request)  # so that a setup can leave a flag out
+    request = as_planned(request)  # so that a setup can leave a flag out
     shares, in_turns = shares_for(request, options["slots"])
     request = replace(request, share=shares[0]) if shares else request
     slots_in_turns = len(shares) if in_turns else 1
     workload = _workload(options)
-    _, decision = bringup.sized(request)
+    _, decision = sized(request)
     seats = options["concurrency"] or decision.plan.seats
     objective = _objective(options, seats)
     bursts = objective.kind in (ObjectiveKind.THROUGHPUT, ObjectiveKind.COST)
     knobs = knobs_for(decision.plan, request, arguments, bursts, workload.shares_prefixes)
-    check: Callable[[bringup.DeployRequest], object] = bringup.sized
+    check: Callable[[DeployRequest], object] = sized
     if in_turns:
         held = 1 if objective.kind is ObjectiveKind.LATENCY else seats  # the rate decides how many run at once
         check = partial(refuse_part, slots=slots_in_turns, seats=held, tokens=workload.longest_tokens)

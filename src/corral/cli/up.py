@@ -33,7 +33,8 @@ from corral.deploy.deployment.folder import chain_of, open_folder
 from corral.deploy.deployment.state import Patience
 from corral.deploy.launch.paste import masked
 from corral.deploy.launch.render import refuse_reserved
-from corral.deploy.lifecycle import bringup, deployments
+from corral.deploy.lifecycle import bringup, deployments, rendering
+from corral.deploy.lifecycle.decision import DeployRequest
 from corral.deploy.lifecycle.watching import wait_ready
 from corral.deploy.profile.merging import merged, with_storage
 from corral.deploy.profile.profile import Profile, load_profile
@@ -179,7 +180,7 @@ def _own_words() -> tuple[str, ...]:
     return given[given.index(context.info_name) :] if context.info_name in given else ()
 
 
-def _fleet(request: bringup.DeployRequest, replicas: str | None, keep: bool, route: str | None) -> FleetOrder | None:
+def _fleet(request: DeployRequest, replicas: str | None, keep: bool, route: str | None) -> FleetOrder | None:
     """What is asked of a fleet, where one is."""
     if replicas is None:
         if keep or route:
@@ -229,7 +230,7 @@ def _tuned(
     pairs = [f"{name}={value}" for name, value in {**fixed, **said}.items()]
     measured: dict[str, Any] = {"context": request.goal.context, "concurrency": request.goal.concurrency,
                                 "goal": request.goal.goal, "flavour": request.flavour}  # fmt: skip
-    if on is None and not given["runtime"] and request.runtime != bringup.DeployRequest.runtime:
+    if on is None and not given["runtime"] and request.runtime != DeployRequest.runtime:
         measured |= {"runtime": request.runtime, "runtime_options": _pairs(request.runtime_options)}
     taken = {name: value for name, value in measured.items() if not given.get(name)}
     env = (*_pairs(request.extra_env), *given["extra_env"])
@@ -267,25 +268,25 @@ def _flags(given: Mapping[str, Any], on: str | None) -> dict[str, Any]:
 
 def wish_of(
     profile: Profile, given: Mapping[str, Any], on: str | None, model: str | None, engine_args: tuple[str, ...]
-) -> bringup.DeployRequest:
+) -> DeployRequest:
     """What a command line with the options of `up` (or some of them) asks for."""
     flags = {**_flags(given, on), "model": model, "extra_args": engine_args}
     options = with_storage(profile, merged(profile, flags))
     refuse_reserved(options["extra_env"])
-    return bringup.DeployRequest.of(options)
+    return DeployRequest.of(options)
 
 
-def _preview(request: bringup.DeployRequest, profile: Profile, shell: bool) -> None:
+def _preview(request: DeployRequest, profile: Profile, shell: bool) -> None:
     """What would run; a profile that names its hardware needs none of it here."""
     # a target with options of its own has heard of that hardware from them
     named = profile.inventory() if request.target == profile.target and not request.target_options else None
     if shell:
-        click.echo(bringup.to_paste(request, _note, named), nl=False)
+        click.echo(rendering.to_paste(request, _note, named), nl=False)
     else:
-        print_json(masked(bringup.dry_run(request, _note, named)))
+        print_json(masked(rendering.dry_run(request, _note, named)))
 
 
-def _renewed(request: bringup.DeployRequest, renew: bool, max_jobs: int | None) -> bringup.DeployRequest:
+def _renewed(request: DeployRequest, renew: bool, max_jobs: int | None) -> DeployRequest:
     """The same request with successors, where they are asked for and possible."""
     if not renew and not max_jobs:
         return request
@@ -303,7 +304,7 @@ def _renewed(request: bringup.DeployRequest, renew: bool, max_jobs: int | None) 
     return replace(request, renew=True, max_jobs=jobs, target_options=target.with_renewal(request.target_options))
 
 
-def _bring_up(request: bringup.DeployRequest, screen: PhaseScreen, wait: bool) -> deployments.Status:
+def _bring_up(request: DeployRequest, screen: PhaseScreen, wait: bool) -> deployments.Status:
     try:
         return bringup.bring_up(request, screen, wait)
     except LaunchError as error:

@@ -11,7 +11,7 @@ import click
 
 from corral.base.errors import UsageError
 from corral.client.endpoint import Endpoint
-from corral.deploy.lifecycle import bringup
+from corral.deploy.lifecycle.decision import DeployRequest
 from corral.deploy.targets.base import Queue, load_target
 from corral.lab.report.screen import PhaseScreen, print_json
 from corral.serve.fleet.background import end_fleet, ensure_keeper
@@ -20,7 +20,7 @@ from corral.serve.fleet.standing import FleetStatus, fleet_status
 from corral.serve.fleet.waiting import wait_fleet
 
 
-def checked(request: bringup.DeployRequest, asked: FleetOrder) -> bringup.DeployRequest:
+def checked(request: DeployRequest, asked: FleetOrder) -> DeployRequest:
     """The request of each member; refuses what is meant for single deployments."""
     if request.renew:
         raise UsageError(
@@ -33,7 +33,7 @@ def checked(request: bringup.DeployRequest, asked: FleetOrder) -> bringup.Deploy
 
 
 def bring_up_fleet(
-    request: bringup.DeployRequest,
+    request: DeployRequest,
     asked: FleetOrder,
     screen: PhaseScreen,
     wait: bool,

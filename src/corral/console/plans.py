@@ -15,7 +15,7 @@ from corral.base.errors import UsageError
 from corral.base.wording import counted
 from corral.console.context import ConsoleContext, answer, real_number, whole_number
 from corral.deploy.profile.drafting import up_command, vllm_command
-from corral.deploy.profile.merging import AskedValues, asked_of_plan, hardware_of_plan, tuning_of_plan
+from corral.deploy.profile.merging import PlanRequest, hardware_of_plan, plan_request, tuning_of_plan
 from corral.deploy.profile.profile import Profile, all_profiles, load_profile
 from corral.engines.settings import KV, WEIGHTS
 from corral.plan.candidate import Candidate, Tuning
@@ -42,7 +42,7 @@ class PlanQuestion:
     facts: ModelFacts
     inventory: Inventory
     goal: Goal
-    asked: AskedValues
+    asked: PlanRequest
     profile: Profile
 
 
@@ -110,7 +110,7 @@ def read_question(query: Mapping[str, str], facts_cache: FactCache) -> PlanQuest
         raise UsageError("no model was named.", "Choose one, or write a folder or a repository.")
     fixed = {name: values[name] for name in ("weights", "kv") if values[name]}
     goals = {name: values[name] for name in ("context", "concurrency", "goal") if values[name] is not None}
-    asked = asked_of_plan(profile, {**goals, "fixed": fixed, "extra_args": ()})
+    asked = plan_request(profile, {**goals, "fixed": fixed, "extra_args": ()})
     lengths = {"prompt_tokens": values["prompt"], "output_tokens": values["output"]}
     goal = Goal(
         **asked.goal,

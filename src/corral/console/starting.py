@@ -9,7 +9,7 @@ from typing import Any
 from corral.base.errors import UsageError
 from corral.console.context import whole_number
 from corral.deploy.deployment.folder import checked_name
-from corral.deploy.lifecycle import bringup
+from corral.deploy.lifecycle.decision import DeployRequest, Preview, sized
 from corral.deploy.profile.merging import merged, with_storage
 from corral.deploy.profile.profile import all_profiles, load_profile
 from corral.deploy.targets.base import TARGETS, target_class
@@ -109,9 +109,9 @@ def preview(form: StartForm) -> dict[str, Any]:
         "fixed": {},
         "extra_args": (),
     }
-    request = bringup.DeployRequest.of(with_storage(profile, merged(profile, flags)))
+    request = DeployRequest.of(with_storage(profile, merged(profile, flags)))
     named = profile.inventory() if request.target == profile.target and not request.target_options else None
-    _, decision = bringup.sized(request, preview=bringup.Preview(named))
+    _, decision = sized(request, preview=Preview(named))
     return {"name": decision.name, "notes": decision.notes(), **_plan_facts(decision.plan)}
 
 

@@ -30,8 +30,17 @@ from corral.deploy.deployment.folder import DeploymentFolder, all_folders, chain
 from corral.deploy.deployment.start_times import Expected, Phase, course_of, ends_at_s, expected_of
 from corral.deploy.deployment.state import ENDED, State
 from corral.deploy.launch.paste import is_secret_name
-from corral.deploy.lifecycle.deployments import Record, Status, status, target_of, unreadable
-from corral.deploy.lifecycle.members import HeldJob, RankMember, held_job, members
+from corral.deploy.lifecycle.deployments import (
+    HeldJob,
+    RankMember,
+    Record,
+    Status,
+    held_job,
+    members,
+    status,
+    target_of,
+    unreadable,
+)
 from corral.deploy.targets.base import Queue
 from corral.serve.fleet.standing import fleet_status
 

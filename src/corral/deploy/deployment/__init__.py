@@ -1,1 +1,1 @@
-"""What a deployment is on disk: its folder, its states, its journal, and what a log says about a failure."""
+"""A deployment on disk: its folder, its states, its journal, and the diagnosis of its log."""

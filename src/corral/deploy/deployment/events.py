@@ -2,7 +2,7 @@
 
 A line is written with one `write` to a file opened for appending, so writers in several processes do not tear each
 other's lines. A torn last line (power loss) is ignored by the reader and closed by the next writer. A journal may
-come from a node that lies: a line that is no event is passed over, and a detail of the wrong type is left out.
+come from a node that lies: a line that is no event is skipped, and a detail of the wrong type is left out.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from corral.base.untrusted import parse_json, plain, plain_json
 from corral.deploy.deployment.state import Reason, State
 
 LONGEST_LINE_BYTES = 1 << 18
-LONGEST_WORD = 40  # a kind of event
+LONGEST_KIND = 40  # a kind of event
 LATEST_S = 1e11  # the year 5138: what the system's own functions can still show
 MOST_RANKS = 1 << 20
 MOST_COUNT = 1 << 60
-WORDS = {"state": frozenset(State) - {State.UNKNOWN}, "reason": frozenset(Reason)}  # nobody writes "unknown"
+WORDS = {"state": frozenset(State) - {State.UNKNOWN}, "reason": frozenset(Reason)}  # no agent writes "unknown"
 COUNTS = ("done", "total", "percent", "failed_rank", "log_from", "attempt", "of")
 TEXTS = ("text", "phase", "node")
 
@@ -60,7 +60,7 @@ def append_event(path: Path, kind: str, rank: int = 0, elapsed_s: float = 0.0, *
 
 
 def _parse(line: bytes) -> Event | None:
-    """One line as an event; None for a line that no agent of ours can have written."""
+    """One line as an event; None for a line that no agent can have written."""
     try:
         body = parse_json(line, "an event", LONGEST_LINE_BYTES)
     except DataError:
@@ -68,7 +68,7 @@ def _parse(line: bytes) -> Event | None:
     if not isinstance(body, dict):
         return None
     time_s, kind, rank, elapsed_s = (body.pop(name, 0) for name in ("t", "kind", "rank", "elapsed_s"))
-    known = _is_number(time_s) and 0 < time_s < LATEST_S and isinstance(kind, str) and 0 < len(kind) <= LONGEST_WORD
+    known = _is_number(time_s) and 0 < time_s < LATEST_S and isinstance(kind, str) and 0 < len(kind) <= LONGEST_KIND
     placed = type(rank) is int and 0 <= rank <= MOST_RANKS and _is_number(elapsed_s) and abs(elapsed_s) < LATEST_S
     if not (known and placed):
         return None
@@ -81,7 +81,7 @@ def _parse(line: bytes) -> Event | None:
 
 
 def _fits(name: str, value: Any) -> bool:
-    """Whether a detail has the type that its readers expect; those that only people read may be anything."""
+    """Whether a detail has the type that its readers expect; details for people may be anything."""
     if name in WORDS:
         return isinstance(value, str) and value in WORDS[name]
     if name in COUNTS:
@@ -100,6 +100,11 @@ def _is_number(value: Any) -> bool:
 def read_events(path: Path) -> list[Event]:
     """All whole events of a journal; an absent file is an empty journal."""
     return list(Follower(path).new())
+
+
+def last_state(path: Path) -> Event | None:
+    """The last change of state in a journal; None when there is none."""
+    return next((event for event in reversed(read_events(path)) if event.kind == "state"), None)
 
 
 class Follower:

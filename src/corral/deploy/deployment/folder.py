@@ -1,25 +1,8 @@
-"""One class owns every file name of a deployment.
+"""One class owns every file name of a deployment: `DeploymentFolder`, and `RankFolder` for each `rankN` in it.
 
-    <name>/
-      deployment.json     what was asked: model, engine, target, times
-      plan.json           the decision, with reasons
-      staging.jsonl       what is done before the start: engine, model, how far; as a journal
-      launch.json         the very commands, environment and files of every rank
-      endpoint.json       address, model name and where the key is (0600)
-      key                 the key itself (0600)
-      token               by which the agents of several nodes, and Ray, know each other (0600)
-      job.json            the batch job, on SLURM; job.sh is its script, job.log its output
-      node/               the agent and the guard, as they were at launch
-      successors.json     the deployments that follow this one, where it is renewed
-      wish.json           what they are made from; renewal.log says what was done for it
-      proxy.json          the port of `corral proxy`, and who holds it
-      rank0/spec.json     what the agent of rank 0 runs
-      rank0/events.jsonl  its journal; rank0/heartbeat.json, agent.json, engine.json, stop beside it
-      rank0/engine.log    the engine's own words
-      rank0/load.jsonl    how many requests it had, and how long, every five minutes
-      rank0/rows-N.sock   where batches on the same machine hand it rows
-
-Names may hold spaces, quotes and other characters; folder names are made safe by percent-encoding.
+Beside the files named here, a rank's folder has `rows-N.sock`, where batches on the same machine submit rows, and
+`renewal.log` says what was done for successors. Names may hold spaces, quotes and other characters; folder names are
+percent-encoded.
 """
 
 from __future__ import annotations
@@ -49,7 +32,7 @@ def checked_name(name: str) -> str:
         raise UsageError(f"{name!r} cannot name a deployment: it holds control characters.", "Use plain text.")
     try:
         length = len(quote(name, safe=SAFE))
-    except UnicodeEncodeError:  # an argument that is no UTF-8
+    except UnicodeEncodeError:  # an argument that is not UTF-8
         raise UsageError(f"{name!r} cannot name a deployment: it is not text.", "Use plain text.") from None
     if length > LONGEST_FOLDER_NAME:
         raise UsageError(
@@ -62,9 +45,7 @@ def checked_name(name: str) -> str:
 def folder_name(name: str) -> str:
     """What the folder of something with that name is called."""
     encoded = quote(checked_name(name), safe=SAFE)
-    return (
-        "%2E" + encoded[1:] if encoded.startswith(".") else encoded
-    )  # neither hidden, nor this folder or its parent
+    return "%2E" + encoded[1:] if encoded.startswith(".") else encoded  # not hidden, nor this folder or its parent
 
 
 def set_aside(folder: Path) -> None:
@@ -81,11 +62,42 @@ def chain_of(name: str) -> str:
     return re.sub(r"~\d+$", "", name)
 
 
+class FileIn:
+    """The path of a file in a folder, by its name: an attribute of the class that owns the folder."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, folder: DeploymentFolder | RankFolder, owner: object) -> Path:
+        return folder.path / self._name
+
+
 @dataclass(frozen=True)
 class DeploymentFolder:
     """Paths of one deployment."""
 
     path: Path
+
+    record = FileIn("deployment.json")  # what was requested: model, engine, target, times
+    plan = FileIn("plan.json")  # the decision, with reasons
+    staging = FileIn("staging.jsonl")  # the journal of the command that makes it
+    launch = FileIn("launch.json")  # the very commands, environment and files of every rank
+    endpoint = FileIn("endpoint.json")  # address, model name and where the key is (0600)
+    key = FileIn("key")  # the key itself (0600)
+    token = FileIn("token")  # by which the agents of several nodes, and Ray, know each other (0600)
+    node_files = FileIn("node")  # the agent and the guard, as they were at launch
+    started = FileIn("started")  # an agent may run somewhere: the folder stays until that is known to be over
+    stop = FileIn("stop")  # asks a command that is still staging to give up
+    differences = FileIn("differences.json")  # between the plan and what the engine reported
+    tunnel = FileIn("tunnel.json")  # who holds the tunnel to the endpoint
+    tunnel_log = FileIn("tunnel.log")
+    job = FileIn("job.json")  # the batch job, on SLURM
+    script = FileIn("job.sh")  # the batch script as it was submitted
+    job_log = FileIn("job.log")  # its output
+    successors = FileIn("successors.json")  # the deployments that follow this one, where it is renewed
+    successors_lock = FileIn("successors.lock")
+    request = FileIn("wish.json")  # what successors are made from
+    proxy = FileIn("proxy.json")  # the port of `corral proxy`, and who holds it
 
     @classmethod
     def of(cls, name: str) -> DeploymentFolder:
@@ -95,103 +107,13 @@ class DeploymentFolder:
     def name(self) -> str:
         return unquote(self.path.name)
 
-    @property
-    def record(self) -> Path:
-        return self.path / "deployment.json"
-
-    @property
-    def plan(self) -> Path:
-        return self.path / "plan.json"
-
-    @property
-    def staging(self) -> Path:
-        """The journal of the command that makes it."""
-        return self.path / "staging.jsonl"
-
-    @property
-    def launch(self) -> Path:
-        return self.path / "launch.json"
-
-    @property
-    def endpoint(self) -> Path:
-        return self.path / "endpoint.json"
-
-    @property
-    def key(self) -> Path:
-        return self.path / "key"
-
-    @property
-    def token(self) -> Path:
-        """What the agents of several nodes, and Ray, know each other by."""
-        return self.path / "token"
-
-    @property
-    def started(self) -> Path:
-        """An agent may run somewhere: the folder must not go away before that is known to be over."""
-        return self.path / "started"
-
-    @property
-    def tunnel(self) -> Path:
-        """Who holds the tunnel to the endpoint."""
-        return self.path / "tunnel.json"
-
-    @property
-    def tunnel_log(self) -> Path:
-        return self.path / "tunnel.log"
-
-    @property
-    def successors(self) -> Path:
-        """The deployments that follow this one."""
-        return self.path / "successors.json"
-
-    @property
-    def successors_lock(self) -> Path:
-        return self.path / "successors.lock"
-
-    @property
-    def request(self) -> Path:
-        """What was asked for, so that a successor can be made from it."""
-        return self.path / "wish.json"
-
-    @property
-    def proxy(self) -> Path:
-        """The port of the proxy in front of the chain, and who holds it."""
-        return self.path / "proxy.json"
-
-    @property
-    def differences(self) -> Path:
-        return self.path / "differences.json"
-
-    @property
-    def stop(self) -> Path:
-        """Asks a command that is still staging to give up."""
-        return self.path / "stop"
-
-    @property
-    def job(self) -> Path:
-        """The batch job that runs it, where one does."""
-        return self.path / "job.json"
-
-    @property
-    def script(self) -> Path:
-        """The batch script as it was submitted."""
-        return self.path / "job.sh"
-
-    @property
-    def job_log(self) -> Path:
-        return self.path / "job.log"
-
-    @property
-    def node_files(self) -> Path:
-        return self.path / "node"
-
     def rank(self, rank: int) -> RankFolder:
         return RankFolder(self.path / f"rank{rank}")
 
     def ranks(self) -> list[RankFolder]:
         """The ranks that were launched, in order."""
-        found = [path for path in self.path.glob("rank*") if path.name[4:].isdigit()]
-        return [RankFolder(path) for path in sorted(found, key=lambda path: int(path.name[4:]))]
+        paths = [path for path in self.path.glob("rank*") if path.name[4:].isdigit()]
+        return sorted(map(RankFolder, paths), key=lambda rank: rank.number)
 
     def known_rank(self, rank: int) -> RankFolder:
         """One of the ranks that were launched; before that, any."""
@@ -201,7 +123,7 @@ class DeploymentFolder:
         return self.rank(rank)
 
     def create(self) -> None:
-        """Make the folder anew; what an earlier deployment of the name left is set aside."""
+        """Make the folder with a new key; the folder of an earlier deployment of the name is set aside."""
         make_private_dir(deployments_dir())
         self.set_aside()
         make_private_dir(self.path)
@@ -221,61 +143,22 @@ class RankFolder:
 
     path: Path
 
+    spec = FileIn("spec.json")  # what the agent runs
+    template = FileIn("template.json")  # the spec before the job runs: addresses and ports are still tokens
+    address = FileIn("address.json")  # where the rank runs, and in which attempt of its job
+    events = FileIn("events.jsonl")  # its journal
+    log = FileIn("engine.log")  # the engine's own output
+    agent_log = FileIn("agent.log")
+    agent = FileIn("agent.json")  # the agent's process
+    engine = FileIn("engine.json")  # the engine's process
+    load = FileIn("load.jsonl")  # how many requests it had, and how long, every five minutes
+    heartbeat = FileIn("heartbeat.json")
+    stop = FileIn("stop")  # asks the agent to stop
+    drain = FileIn("drain")  # asks for the end: no new requests; holds the seconds left for running ones
+
     @property
     def number(self) -> int:
         return int(self.path.name[4:])
-
-    @property
-    def spec(self) -> Path:
-        return self.path / "spec.json"
-
-    @property
-    def events(self) -> Path:
-        return self.path / "events.jsonl"
-
-    @property
-    def log(self) -> Path:
-        return self.path / "engine.log"
-
-    @property
-    def agent_log(self) -> Path:
-        return self.path / "agent.log"
-
-    @property
-    def agent(self) -> Path:
-        return self.path / "agent.json"
-
-    @property
-    def engine(self) -> Path:
-        return self.path / "engine.json"
-
-    @property
-    def load(self) -> Path:
-        """What the server was asked: counters, a line every few minutes."""
-        return self.path / "load.jsonl"
-
-    @property
-    def heartbeat(self) -> Path:
-        return self.path / "heartbeat.json"
-
-    @property
-    def stop(self) -> Path:
-        return self.path / "stop"
-
-    @property
-    def drain(self) -> Path:
-        """Asks for the end: no new requests, running ones finish; holds the seconds that are left for it."""
-        return self.path / "drain"
-
-    @property
-    def template(self) -> Path:
-        """The spec before the job runs: addresses and ports are still tokens."""
-        return self.path / "template.json"
-
-    @property
-    def address(self) -> Path:
-        """Where the rank found itself, and in which attempt of its job."""
-        return self.path / "address.json"
 
 
 def all_folders() -> list[DeploymentFolder]:

@@ -1,4 +1,4 @@
 """What is wrong with nodes before anything is started on them: `corral doctor`, and the quick part that `up` runs.
 
-Looks only; changes nothing, ends no process, and finishes in its time even when nodes hang.
+It reads only: it changes nothing, ends no process, and finishes in time even when nodes hang.
 """

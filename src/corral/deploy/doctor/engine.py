@@ -1,7 +1,7 @@
-"""The engine on the nodes: whether the runtime is there, what it is made of, and whether its ranks can add up.
+"""The engine on the nodes: whether the runtime is there, its versions, and whether its ranks can all-reduce.
 
-Everything runs inside the runtime itself, wrapped as a rank would be, so that a container, an environment module or
-a conda environment is tested as it will be used.
+Everything runs inside the runtime, wrapped as a rank would be, so that a container, an environment module or a conda
+environment is tested as it will be used.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from corral.plan.hardware.survey import Here, NodeFacts
 
 LARGE_MIB = 16
 MOST = 1e15  # bytes per second, or seconds
-MOST_LINES, LONGEST_LINE = 20_000, 2000  # of what NCCL says
+MOST_LINES, LONGEST_LINE = 20_000, 2000  # of NCCL's output
 ROOM_BYTES = 2 << 30  # what NCCL and a CUDA context need on a GPU that others may use
 
 
-def _last_words(done: Completed) -> str:
+def _last_line(done: Completed) -> str:
     return done.last_line[:200] or "it said nothing"
 
 
@@ -44,16 +44,16 @@ def check_runtime(
     checks, until = runtime.check(), time.monotonic() + timeout_s
 
     def task(host: str) -> tuple[list[Finding], dict[str, str]]:
-        found, told = [], {}
+        failed, parts = [], {}
         for check in checks:
             finding, value = _one_check(ssh, host, runtime, check, until - time.monotonic())
             if finding:
-                found.append(finding)
+                failed.append(finding)
             elif check.reports:
-                told[check.reports] = value
-        if not found:
-            told |= _versions(ssh, host, runtime, until - time.monotonic())
-        return found, told
+                parts[check.reports] = value
+        if not failed:
+            parts |= _versions(ssh, host, runtime, until - time.monotonic())
+        return failed, parts
 
     findings: list[Finding] = []
     versions = {}
@@ -78,18 +78,18 @@ def _one_check(
         return None, lines[-1].strip() if lines else ""
     if runtime.carried and isinstance(ssh, Here) and not Path(check.argv[0]).exists():
         return ok("runtime", f"{check.what} is not installed yet; `corral up` installs it"), ""
-    # what Corral, or the node's own daemon, brings at the start need not be there yet
+    # what Corral, or the node's own daemon, installs at the start need not be there yet
     kind = warning if runtime.carried or check.details.get("pulled_at_start") else fatal
-    return kind("runtime", f"{check.what}: {_last_words(done)}", check.remedy, host), ""
+    return kind("runtime", f"{check.what}: {_last_line(done)}", check.remedy, host), ""
 
 
 def _versions(ssh: Ssh | Here, host: str, runtime: Runtime, timeout_s: float) -> dict[str, str]:
     try:
         done = _inside(ssh, host, runtime, "versions.py", {}, max(1.0, timeout_s))
-        told = last_object(done.stdout, f"the answer of {host}")
+        versions = last_object(done.stdout, f"the answer of {host}")
     except CorralError:
         return {}
-    return {name: plain(str(value), 100) for name, value in told.items()}
+    return {name: plain(str(value), 100) for name, value in versions.items()}
 
 
 def _inside(
@@ -114,17 +114,17 @@ def _inside(
         fabric=bool(env),
     )
     wrapped = runtime.wrap(job)
-    words = [f"{name}={value}" for name, value in wrapped.env.items()]
+    assignments = [f"{name}={value}" for name, value in wrapped.env.items()]
     try:
-        return ssh.run(host, ["env", *words, *wrapped.argv], timeout_s=timeout_s)
+        return ssh.run(host, ["env", *assignments, *wrapped.argv], timeout_s=timeout_s)
     finally:
         for argv in wrapped.cleanup:
             ssh.run(host, argv, timeout_s=4)
 
 
 @dataclass(frozen=True)
-class Sum:
-    """What the all-reduce of one rank said."""
+class AllReduce:
+    """The all-reduce as one rank measured it."""
 
     ok: bool
     small_s: float = 0.0
@@ -136,7 +136,7 @@ class Sum:
 def run_all_reduce(
     ssh: Ssh | Here, facts: Sequence[NodeFacts], fabric: Fabric, runtime: Runtime, timeout_s: float
 ) -> dict[str, dict[str, Any]]:
-    """One rank per node adds up with the others, over NCCL where every node has a GPU with room, else over Gloo."""
+    """All-reduce with one rank per node, over NCCL where every node has a GPU with room, else over Gloo."""
     nccl = all(any(gpu.memory_bytes - gpu.used_bytes > ROOM_BYTES for gpu in node.gpus[:1]) for node in facts)
     order = {
         "world": len(facts),
@@ -155,32 +155,36 @@ def run_all_reduce(
         done = _inside(ssh, host, runtime, "all_reduce.py", env, timeout_s, ranks[host], gpus=nccl)
         return read_all_reduce(done, str(order["backend"]))
 
-    found = each(list(ranks), task, width=len(ranks))
-    return {host: {"ok": False, "error": a.message} if isinstance(a, CorralError) else a for host, a in found.items()}
+    answers = each(list(ranks), task, width=len(ranks)).items()
+    return {
+        host: {"ok": False, "error": one.message} if isinstance(one, CorralError) else one for host, one in answers
+    }
 
 
 def read_all_reduce(done: Completed, backend: str) -> dict[str, Any]:
-    """The script's last line, and what NCCL said before it."""
+    """The script's last line, and the network that NCCL used."""
     try:
-        found = from_json(Sum, last_object(done.stdout, "the answer"), "the answer")
+        result = from_json(AllReduce, last_object(done.stdout, "the answer"), "the answer")
     except CorralError:
-        found = Sum(False, error=_last_words(done))
-    if not all(0 <= number < MOST for number in (found.small_s, found.large_s, found.bytes_per_s)):
-        found = Sum(False, error="it measured what cannot be")
-    said = "\n".join(line[:LONGEST_LINE].rstrip() for line in (done.stdout + done.stderr).splitlines()[-MOST_LINES:])
-    used = re.findall(r"NCCL INFO[^\n]*Using network (\S[^\n]*)$", said, re.MULTILINE)
-    adapters = re.findall(r"NET/IB : Using ([^\n]*?)(?:; OOB[^\n]*)?$", said, re.MULTILINE)
-    return {**vars(found), "backend": backend, "network": used[-1] if used else "", "adapters": adapters[-1:]}
+        result = AllReduce(False, error=_last_line(done))
+    if not all(0 <= number < MOST for number in (result.small_s, result.large_s, result.bytes_per_s)):
+        result = AllReduce(False, error="its measurement is impossible")
+    output = "\n".join(
+        line[:LONGEST_LINE].rstrip() for line in (done.stdout + done.stderr).splitlines()[-MOST_LINES:]
+    )
+    used = re.findall(r"NCCL INFO[^\n]*Using network (\S[^\n]*)$", output, re.MULTILINE)
+    adapters = re.findall(r"NET/IB : Using ([^\n]*?)(?:; OOB[^\n]*)?$", output, re.MULTILINE)
+    return {**vars(result), "backend": backend, "network": used[-1] if used else "", "adapters": adapters[-1:]}
 
 
-def judge_all_reduce(found: Mapping[str, Mapping[str, Any]], fabric: Fabric) -> list[Finding]:
-    errors = {host: str(row.get("error", "")) for host, row in found.items() if not row.get("ok")}
+def judge_all_reduce(results: Mapping[str, Mapping[str, Any]], fabric: Fabric) -> list[Finding]:
+    errors = {host: str(row.get("error", "")) for host, row in results.items() if not row.get("ok")}
     if errors:
         host, why = next(iter(errors.items()))
-        text = f"{len(errors)} of {len(found)} ranks failed; {host}: {why}"
+        text = f"{len(errors)} of {len(results)} ranks failed; {host}: {why}"
         remedy = "The ranks of a model would fail the same way: try another --interface, or NCCL_DEBUG=INFO by hand."
         return [fatal("all-reduce", text, remedy)]
-    slowest = max(found.values(), key=lambda row: float(row["large_s"]))
+    slowest = max(results.values(), key=lambda row: float(row["large_s"]))
     through = f" over {slowest['network']}" if slowest.get("network") else ""
     text = (
         f"{slowest['backend']}{through}: {LARGE_MIB} MiB in {slowest['large_s'] * 1e3:.0f} ms "

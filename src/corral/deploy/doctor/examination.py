@@ -1,27 +1,25 @@
-"""The whole examination, in an order in which each step knows what it needs, and within one limit in time."""
+"""The whole examination, in an order in which each step has what it needs, within one time limit."""
 
 from __future__ import annotations
 
-import contextlib
-import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from corral.base.errors import CorralError
-from corral.base.files import write_atomic
 from corral.base.home import home_dir
 from corral.base.ssh import Ssh
 from corral.base.wording import counted
 from corral.deploy.doctor.engine import check_runtime, judge_all_reduce, run_all_reduce
 from corral.deploy.doctor.finding import Finding, Level, Pair, Report, fatal, ok, warning
 from corral.deploy.doctor.judge import TMP, judge_answers, judge_facts, judge_model, judge_writing
-from corral.deploy.doctor.network import judge_wire, run_wire
+from corral.deploy.doctor.network import judge_network, probe_network
 from corral.deploy.doctor.readiness import judge_readiness
 from corral.engines.runtimes.base import NodeSide, Runtime, make_runtime
 from corral.plan.hardware.fabric import Fabric, choose_fabric
-from corral.plan.hardware.survey import Asked, Here, NodeFacts, survey
+from corral.plan.hardware.survey import Asked, Here, NodeFacts, marked_folders
+from corral.plan.hardware.survey import survey as survey_nodes
 from corral.plan.models.store import already_here, check_access, locate
 
 HERE = "here"
@@ -30,7 +28,7 @@ PORTS_ASKED = 2  # for the network test, and for the all-reduce
 WIDTH = 128  # hosts asked at the same time: most of what a thread does is wait
 SURVEY_S = 9.0  # hung hosts cost this much, together; an ssh that does not connect gives up earlier
 QUICK_S = 20.0
-WIRE_S = 30.0
+NETWORK_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -43,9 +41,9 @@ class Question:
     runtime_options: Mapping[str, object] = field(default_factory=dict)
     interface: str | None = None
     hca: str | None = None
-    env: Mapping[str, str] = field(default_factory=dict)  # network variables that the user fixes
+    env: Mapping[str, str] = field(default_factory=dict)  # network variables that the user sets
     ports: tuple[int, ...] = (8000,)
-    ports_needed: bool = False  # whether a taken port ends it
+    ports_needed: bool = False  # whether a taken port is fatal
     home: str | None = None  # Corral's home on the nodes
     identity: str | None = None  # ssh -i
     config: str | None = None  # ssh -F
@@ -61,7 +59,7 @@ def _silent(_: str) -> None:
 
 
 class _Examination:
-    """State of one run: findings so far, and how much time is left."""
+    """One run: its findings so far, and the time that is left."""
 
     def __init__(self, question: Question, progress: Progress) -> None:
         self.question, self.progress = question, progress
@@ -81,7 +79,7 @@ class _Examination:
         return self.question.timeout_s - (time.monotonic() - self.began)
 
     def enough(self, what: str, least_s: float) -> bool:
-        """Whether there is time for a step; said when there is not."""
+        """Whether there is time for a step; a finding where there is not."""
         if self.left_s >= least_s:
             return True
         self.findings.append(warning(what, "not checked: the time limit was reached", "Allow more with --timeout."))
@@ -95,7 +93,7 @@ class _Examination:
 
     # --- the steps
 
-    def look(self, model_path: str) -> None:
+    def survey(self, model_path: str) -> None:
         question = self.question
         self.progress(f"asking {counted(len(self.hosts), 'node')}" if question.hosts else "looking at this machine")
         home = question.home or (NODE_HOME if question.hosts else str(home_dir()))
@@ -108,11 +106,14 @@ class _Examination:
             free_ports=PORTS_ASKED,
             read="" if question.quick else model_path,
         )
-        with _mark(bool(question.hosts), self.findings) as (mark, content):
-            found = self._ask(replace(asked, nonces=(mark,) if mark else ()))
-        self.facts = [facts for facts in found.values() if isinstance(facts, NodeFacts)]
-        self.shared = bool(mark and self.facts) and all(node.nonces.get(mark) == content for node in self.facts)
-        self.findings += judge_answers(found) if question.hosts else []
+        with marked_folders(
+            [home_dir()] if question.hosts and home_dir().is_dir() else [], self._unwritable
+        ) as marks:
+            answers = self._ask(replace(asked, nonces=tuple(marks)))
+        self.facts = [facts for facts in answers.values() if isinstance(facts, NodeFacts)]
+        seen = [node.nonces.get(mark) == content for mark, content in marks.items() for node in self.facts]
+        self.shared = bool(seen) and all(seen)
+        self.findings += judge_answers(answers) if question.hosts else []
         if self.facts:
             self.findings += judge_facts(self.facts, question.ports, question.ports_needed)
             self.findings += judge_writing(self.facts, (shared_home if self.shared else home, TMP))
@@ -120,12 +121,16 @@ class _Examination:
         if model_path:
             self.findings += judge_model(self.facts, model_path)
 
+    def _unwritable(self, error: OSError) -> None:
+        text = f"Corral's home on this machine cannot be written to: {home_dir()}: {error.strerror or error}"
+        self.findings.append(fatal("folders", text, "Set CORRAL_HOME to a folder that can be, or free some space."))
+
     def _ask(self, asked: Asked) -> dict[str, NodeFacts | CorralError]:
         question = self.question
         waves = -(-len(self.hosts) // WIDTH)
         share = question.timeout_s * (0.8 if question.quick else 0.45)
         limit_s = max(2.0, min(QUICK_S if question.quick else SURVEY_S, share / waves))
-        return survey(self.ssh, self.hosts, asked, limit_s, WIDTH)
+        return survey_nodes(self.ssh, self.hosts, asked, limit_s, WIDTH)
 
     def network(self) -> None:
         try:
@@ -149,8 +154,8 @@ class _Examination:
             return None
         hosts = [node.host for node in self.facts]
         limit_s = self.left_s - 1 if self.question.quick else self.left_s * 0.6
-        found, self.versions = check_runtime(self.ssh, hosts, runtime, limit_s)
-        self.findings += found
+        findings, self.versions = check_runtime(self.ssh, hosts, runtime, limit_s)
+        self.findings += findings
         return runtime if len(self.versions) == len(hosts) else None
 
     def _runtime(self) -> Runtime:
@@ -165,28 +170,28 @@ class _Examination:
             self.question.runtime, self.question.runtime_options, NodeSide(home, flavour, PINNED_VERSION)
         )
 
-    def wires(self) -> None:
+    def network_speed(self) -> None:
         assert self.fabric is not None
         count = len(self.facts)
         self.progress(f"measuring the network: {count * (count - 1) // 2} pairs")
         able = [node for node in self.facts if node.free_ports]
-        result = run_wire(self.ssh, able, self.fabric, min(WIRE_S, self.left_s - 1))
-        found, self.pairs = judge_wire(result, self.fabric)
-        self.findings += found
+        result = probe_network(self.ssh, able, self.fabric, min(NETWORK_S, self.left_s - 1))
+        findings, self.pairs = judge_network(result, self.fabric)
+        self.findings += findings
 
-    def add_up(self, runtime: Runtime) -> None:
+    def all_reduce(self, runtime: Runtime) -> None:
         assert self.fabric is not None
         if len(self.facts[0].free_ports) < PORTS_ASKED:
             why = self.facts[0].errors.get("ports", "it named too few")
             text = f"{self.facts[0].host} has no free port for it: {why}"
             self.findings.append(warning("all-reduce", text, "Look at the node.", self.facts[0].host))
             return
-        self.progress("adding up: a small all-reduce in the engine")
-        found = run_all_reduce(self.ssh, self.facts, self.fabric, runtime, self.left_s - 5)
-        self.findings += judge_all_reduce(found, self.fabric)
+        self.progress("running a small all-reduce in the engine")
+        results = run_all_reduce(self.ssh, self.facts, self.fabric, runtime, self.left_s - 5)
+        self.findings += judge_all_reduce(results, self.fabric)
 
     def hub(self) -> None:
-        """Whether the model can be had from the hub, when it is not on disk."""
+        """Whether the model can be fetched from the hub, when it is not on disk."""
         reference = self.question.model
         if not reference or reference.startswith(("/", "~", ".")):
             return
@@ -205,58 +210,42 @@ class _Examination:
             self.findings.append(ok("hub", f"{source.repo} may be fetched"))
 
 
-@contextlib.contextmanager
-def _mark(wanted: bool, findings: list[Finding]) -> Iterator[tuple[str, str]]:
-    """A small file in Corral's home for a moment: nodes that can read what is in it share this machine's files."""
-    if not wanted or not home_dir().is_dir():
-        yield "", ""
-        return
-    path, content = home_dir() / f".seen-{secrets.token_hex(4)}", secrets.token_hex(16)
-    try:
-        write_atomic(path, content)
-    except OSError as error:
-        text = f"Corral's home on this machine cannot be written to: {home_dir()}: {error.strerror or error}"
-        findings.append(fatal("folders", text, "Set CORRAL_HOME to a folder that can be, or free some space."))
-    try:
-        yield str(path), content
-    finally:
-        path.unlink(missing_ok=True)
-
-
 def _within(limit_s: float, task: Callable[[], None]) -> CorralError | None:
-    """The task's error, or one that says it took too long: libraries have limits of their own, and longer ones."""
-    told: list[CorralError | None] = []
+    """The task's error, or one for taking too long: libraries have longer limits of their own."""
+    errors: list[CorralError | None] = []
 
     def work() -> None:
         try:
             task()
-            told.append(None)
+            errors.append(None)
         except CorralError as error:
-            told.append(error)
+            errors.append(error)
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     thread.join(max(0.1, limit_s))
-    return told[0] if told else CorralError(f"the hub did not answer within {limit_s:.0f} s.", "Check the network.")
+    return (
+        errors[0] if errors else CorralError(f"the hub did not answer within {limit_s:.0f} s.", "Check the network.")
+    )
 
 
 def model_path_of(model: str | None) -> str:
-    """Where the model would lie on the nodes, or nothing when it is not known yet."""
+    """The model's path on the nodes; empty when it is not known yet."""
     if not model:
         return ""
     if model.startswith(("/", "~")):
         return model
     try:
-        found = already_here(locate(model))
+        folder = already_here(locate(model))
     except CorralError:
         return ""
-    return str(found) if found else ""
+    return str(folder) if folder else ""
 
 
 def examine(question: Question, progress: Progress = _silent) -> Report:
-    """Everything; ends within the question's limit even when nodes hang."""
+    """All checks; ends within the question's limit even when nodes hang."""
     run = _Examination(question, progress)
-    run.look(model_path_of(question.model))
+    run.survey(model_path_of(question.model))
     if not run.facts:
         return run.report()
     run.network()
@@ -266,13 +255,13 @@ def examine(question: Question, progress: Progress = _silent) -> Report:
     run.hub()
     several = len(run.facts) > 1 and run.fabric is not None
     if several and run.enough("network", 5):
-        run.wires()
-    walled = any(finding.what == "firewall" for finding in run.report().fatal)  # it would only wait for its limit
-    if several and runtime is not None and not walled and run.enough("all-reduce", 15):
-        run.add_up(runtime)
+        run.network_speed()
+    blocked = any(finding.what == "firewall" for finding in run.report().fatal)  # an all-reduce would only time out
+    if several and runtime is not None and not blocked and run.enough("all-reduce", 15):
+        run.all_reduce(runtime)
     return run.report()
 
 
 def quick_check(question: Question, progress: Progress = _silent) -> Report:
-    """What `corral up` looks at first: ssh, Python, versions, ports, disk, interface."""
+    """What `corral up` checks first: ssh, Python, versions, ports, disk, interface."""
     return examine(replace(question, quick=True, timeout_s=min(question.timeout_s, QUICK_S)), progress)

@@ -1,4 +1,4 @@
-"""What a doctor says: findings with a remedy each, and the report that holds them."""
+"""Findings of an examination, each with a remedy, and the report that holds them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Finding:
     text: str
     host: str = ""
     remedy: str = ""
-    commands: tuple[str, ...] = ()  # that put it right, on the node; Corral runs none of them
+    commands: tuple[str, ...] = ()  # that fix it, on the node; Corral runs none of them
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Report:
         return worst(self.findings)
 
     def of(self, host: str) -> Level:
-        """How a node stands by itself, whatever is wrong between them."""
+        """How bad the node's own findings are, whatever is wrong between nodes."""
         return worst(finding for finding in self.findings if finding.host == host)
 
     @property

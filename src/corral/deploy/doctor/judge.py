@@ -24,7 +24,7 @@ Judge = Callable[[Sequence[NodeFacts]], list[Finding]]
 
 
 def groups(values: Mapping[str, str]) -> str:
-    """Who says what, in words: `570.1 on a, b; 550.2 on c`; the value alone when all agree."""
+    """Which hosts have which value: `570.1 on a, b; 550.2 on c`; the value alone when all agree."""
     by_value: dict[str, list[str]] = {}
     for host, value in values.items():
         by_value.setdefault(value, []).append(host)
@@ -41,20 +41,22 @@ def gib(count: int) -> str:
     return f"{count / GIB:.0f} GiB" if count >= 10 * GIB else f"{count / GIB:.1f} GiB"
 
 
-def judge_answers(found: Mapping[str, NodeFacts | CorralError]) -> list[Finding]:
+def judge_answers(answers: Mapping[str, NodeFacts | CorralError]) -> list[Finding]:
     """Who answered, and why others did not."""
-    errors = {host: error for host, error in found.items() if isinstance(error, CorralError)}
+    errors = {host: error for host, error in answers.items() if isinstance(error, CorralError)}
     findings = [fatal("ssh", error.message, error.remedy, host) for host, error in errors.items()]
-    answered = [facts for facts in found.values() if isinstance(facts, NodeFacts)]
+    answered = [facts for facts in answers.values() if isinstance(facts, NodeFacts)]
     if answered:
         last = max(answered, key=lambda facts: facts.asked_s)
-        count = f"{len(answered)} of {len(found)}" if errors else f"all {len(found)}" if len(found) > 1 else "it"
+        count = (
+            f"{len(answered)} of {len(answers)}" if errors else f"all {len(answers)}" if len(answers) > 1 else "it"
+        )
         findings.insert(0, ok("ssh", f"{count} answered, the last ({last.host}) after {last.asked_s:.1f} s"))
     return findings
 
 
 def judge_facts(facts: Sequence[NodeFacts], ports: Sequence[int] = (), ports_needed: bool = False) -> list[Finding]:
-    """Everything that the facts alone show."""
+    """All findings that follow from the facts alone."""
     judges: tuple[Judge, ...] = (_python, _parts, _gpus, _gpu_use, _memory, _disk, _shm, _limits, _clock, _token)
     return [*(finding for judge in judges for finding in judge(facts)), *_ports(facts, ports, ports_needed)]
 
@@ -63,9 +65,9 @@ def _python(facts: Sequence[NodeFacts]) -> list[Finding]:
     wanted = ".".join(map(str, OLDEST_PYTHON))
     old = [node for node in facts if _version(node.python) < OLDEST_PYTHON]
     remedy = f"Make a python3 of {wanted} or later the first one on the node's PATH."
-    found = [fatal("python", f"python3 is {node.python or 'unknown'}", remedy, node.host) for node in old]
+    findings = [fatal("python", f"python3 is {node.python or 'unknown'}", remedy, node.host) for node in old]
     versions = sorted({node.python for node in facts if node not in old})
-    return [*found, ok("python", ", ".join(versions))] if versions else found
+    return [*findings, ok("python", ", ".join(versions))] if versions else findings
 
 
 def _version(text: str) -> tuple[int, ...]:
@@ -73,15 +75,15 @@ def _version(text: str) -> tuple[int, ...]:
 
 
 def _parts(facts: Sequence[NodeFacts]) -> list[Finding]:
-    """Parts of the survey that a node could not answer."""
-    found = []
+    """Parts of the survey that failed on a node."""
+    findings = []
     for node in facts:
         for part, error in node.errors.items():
-            say = PARTS.get(part, f"{part.replace('_', ' ')} could not be looked at")
+            text = PARTS.get(part, f"{part.replace('_', ' ')} could not be looked at")
             kind = fatal if part in PARTS else warning
             remedy = REMEDIES.get(part, "Check it by hand on the node.")
-            found.append(kind(part, f"{say}: {error}", remedy, node.host))
-    return found
+            findings.append(kind(part, f"{text}: {error}", remedy, node.host))
+    return findings
 
 
 def _gpus(facts: Sequence[NodeFacts]) -> list[Finding]:
@@ -106,20 +108,20 @@ def _gpu_label(node: NodeFacts) -> str:
 
 
 def _gpu_use(facts: Sequence[NodeFacts]) -> list[Finding]:
-    found = []
+    findings = []
     for node in facts:
         for p in node.gpu_processes:
             who = f"{p.command} of {p.user}" if p.user else p.command
             text = f"GPU {p.gpu}: process {p.pid} ({who}) holds {gib(p.used_bytes)}"
             remedy = f"Ask {p.user or 'its owner'}, wait, or use other GPUs; Corral ends nothing it did not start."
-            found.append(warning("gpu use", text, remedy, node.host))
-    if not found and any(node.gpus for node in facts):
+            findings.append(warning("gpu use", text, remedy, node.host))
+    if not findings and any(node.gpus for node in facts):
         return [ok("gpu use", "no process is using the GPUs")]
-    return found
+    return findings
 
 
 def _memory(facts: Sequence[NodeFacts]) -> list[Finding]:
-    found = [
+    findings = [
         warning(
             "memory",
             f"only {gib(node.memory_available_bytes)} of memory is free",
@@ -130,64 +132,64 @@ def _memory(facts: Sequence[NodeFacts]) -> list[Finding]:
         if node.memory_bytes and node.memory_available_bytes < GOOD_MEMORY
     ]
     least = min((node.memory_available_bytes for node in facts if node.memory_bytes), default=0)
-    return found or ([ok("memory", f"at least {gib(least)} free")] if least else [])
+    return findings or ([ok("memory", f"at least {gib(least)} free")] if least else [])
 
 
 def _disk(facts: Sequence[NodeFacts]) -> list[Finding]:
-    found, least = [], []
+    findings, least = [], []
     for node in facts:
         for path, disk in node.disks.items():
             text, remedy = f"{gib(disk.free_bytes)} free at {path}", f"Free some space: ssh {node.host} df -h"
             least_free, good = (LEAST_TMP, GOOD_TMP) if path == TMP else (LEAST_DISK, GOOD_DISK)
             if disk.free_bytes < least_free:
-                found.append(fatal("disk", f"only {text}", remedy, node.host))
+                findings.append(fatal("disk", f"only {text}", remedy, node.host))
             elif disk.free_bytes < good:
-                found.append(warning("disk", f"only {text}", remedy, node.host))
+                findings.append(warning("disk", f"only {text}", remedy, node.host))
             else:
                 least.append(disk.free_bytes)
-    return found or ([ok("disk", f"at least {gib(min(least))} free")] if least else [])
+    return findings or ([ok("disk", f"at least {gib(min(least))} free")] if least else [])
 
 
 def judge_writing(facts: Sequence[NodeFacts], folders: Sequence[str]) -> list[Finding]:
-    """What `corral up` will do in these folders was tried on every node."""
+    """Whether every node can write to these folders, as `corral up` will."""
     remedy = "Free some space, correct its owner, or name another home (`storage.home` of a profile, CORRAL_HOME)."
-    found = [
+    findings = [
         fatal("folders", f"{folder} cannot be written to: {why}", remedy, node.host)
         for node in facts
         for folder in folders
         if (why := node.written.get(folder, ""))
     ]
     tried = all(folder in node.written for node in facts for folder in folders)
-    return found or ([ok("folders", f"{' and '.join(folders)} can be written to")] if tried else [])
+    return findings or ([ok("folders", f"{' and '.join(folders)} can be written to")] if tried else [])
 
 
 def _shm(facts: Sequence[NodeFacts]) -> list[Finding]:
-    found = []
+    findings = []
     for node in facts:
         if node.shm and node.shm.free_bytes < GOOD_SHM:
             kind = fatal if node.shm.free_bytes < LEAST_SHM else warning
             remedy = "The ranks of a node talk through it: mount -o remount,size=16G /dev/shm (Docker: --ipc=host)."
-            found.append(kind("shm", f"only {gib(node.shm.free_bytes)} free in /dev/shm", remedy, node.host))
+            findings.append(kind("shm", f"only {gib(node.shm.free_bytes)} free in /dev/shm", remedy, node.host))
     least = min((node.shm.free_bytes for node in facts if node.shm), default=0)
-    return found or ([ok("shm", f"at least {gib(least)} free")] if least else [])
+    return findings or ([ok("shm", f"at least {gib(least)} free")] if least else [])
 
 
 def _limits(facts: Sequence[NodeFacts]) -> list[Finding]:
-    found = []
+    findings = []
     for node in facts:
         if 0 <= node.limits.nofile < GOOD_FILES:
             remedy = "Raise nofile in /etc/security/limits.conf to 65536 (ulimit -n)."
-            found.append(warning("limits", f"only {node.limits.nofile} open files", remedy, node.host))
+            findings.append(warning("limits", f"only {node.limits.nofile} open files", remedy, node.host))
         rdma = any(port.state == "active" for port in node.rdma)
         if rdma and 0 <= node.limits.memlock_bytes < GOOD_MEMLOCK and node.user != "root":
             locked = node.limits.memlock_bytes >> 10
             remedy = "RDMA needs it: set memlock to unlimited in /etc/security/limits.conf (ulimit -l)."
-            found.append(warning("limits", f"only {locked} KiB of memory may be locked", remedy, node.host))
-    return found or [ok("limits", "enough open files and locked memory allowed")]
+            findings.append(warning("limits", f"only {locked} KiB of memory may be locked", remedy, node.host))
+    return findings or [ok("limits", "enough open files and locked memory allowed")]
 
 
 def _clock(facts: Sequence[NodeFacts]) -> list[Finding]:
-    """Clocks against each other, as far as the way there and back lets one know."""
+    """Whether the clocks agree, as far as the round trip allows to tell."""
     if len(facts) < 2:
         return []
     first = min(facts, key=lambda node: node.clock_ahead_s)
@@ -215,34 +217,34 @@ def _token(facts: Sequence[NodeFacts]) -> list[Finding]:
 
 
 def _ports(facts: Sequence[NodeFacts], ports: Sequence[int], needed: bool) -> list[Finding]:
-    found = []
+    findings = []
     for node in facts:
         for taken in node.taken_ports:
             owner = (taken.command or "a process") + (f" of {taken.user}" if taken.user else "")
             number = f" (process {taken.pid})" if taken.pid else ""
             text = f"port {taken.port} is held by {owner}{number}"
             if needed:
-                found.append(
+                findings.append(
                     fatal("ports", text, "Choose another port, or leave it out and a free one is chosen.", node.host)
                 )
             else:
-                found.append(ok("ports", f"{text}; `corral up` takes a free one", node.host))
-    told = ", ".join(map(str, ports))
-    return found or ([ok("ports", f"{told} {'is' if len(ports) == 1 else 'are'} free")] if ports else [])
+                findings.append(ok("ports", f"{text}; `corral up` takes a free one", node.host))
+    numbers = ", ".join(map(str, ports))
+    return findings or ([ok("ports", f"{numbers} {'is' if len(ports) == 1 else 'are'} free")] if ports else [])
 
 
 def judge_versions(versions: Mapping[str, Mapping[str, str]]) -> list[Finding]:
-    """host -> part -> version: parts of one engine must be equal on all nodes."""
-    parts = dict.fromkeys(part for told in versions.values() for part in told)
-    found, same = [], []
+    """host -> part -> version: all nodes must have the same version of every part."""
+    parts = dict.fromkeys(part for there in versions.values() for part in there)
+    findings, same = [], []
     for part in parts:
-        values = {host: told.get(part, "") or "none" for host, told in versions.items()}
+        values = {host: there.get(part, "") or "none" for host, there in versions.items()}
         if len(set(values.values())) > 1:
             remedy = "All ranks of a deployment need the same version: install one everywhere."
-            found.append(fatal("versions", f"{part} differs: {groups(values)}", remedy))
+            findings.append(fatal("versions", f"{part} differs: {groups(values)}", remedy))
         elif set(values.values()) != {"none"}:
             same.append(f"{part} {next(iter(values.values()))}")
-    return found or ([ok("versions", ", ".join(same))] if same else [])
+    return findings or ([ok("versions", ", ".join(same))] if same else [])
 
 
 def judge_model(facts: Sequence[NodeFacts], path: str) -> list[Finding]:
@@ -253,19 +255,19 @@ def judge_model(facts: Sequence[NodeFacts], path: str) -> list[Finding]:
     if not there:
         remedy = "`corral up` copies it to the nodes when it is on this machine; `corral pull` fetches it."
         return [warning("model", f"{path} is on no node", remedy)] if seen else []
-    found = []
+    findings = []
     if lacking:
         why = "is there but cannot be read" if any(seen[host].exists for host in lacking) else "is not there"
         remedy = "Mount the same storage on all nodes, or let `corral up` copy it there."
-        found.append(warning("model", f"{path} {why} on {names(lacking)}", remedy))
+        findings.append(warning("model", f"{path} {why} on {names(lacking)}", remedy))
     sizes = {host: f"{row.files} files, {row.size_bytes:,} bytes" for host, row in there.items() if row.whole}
     if len(set(sizes.values())) > 1:
         text = f"{path} is not the same on all nodes: {groups(sizes)}"
-        found.append(fatal("model", text, "Copy it again where it is incomplete."))
-    elif not found:
+        findings.append(fatal("model", text, "Copy it again where it is incomplete."))
+    elif not findings:
         row = next(iter(there.values()))
-        found.append(ok("model", f"{path}: {row.size_bytes / 1e9:.2f} GB in {row.files} files"))
-    return [*found, *_storage(facts, max(row.size_bytes for row in there.values()))]
+        findings.append(ok("model", f"{path}: {row.size_bytes / 1e9:.2f} GB in {row.files} files"))
+    return [*findings, *_storage(facts, max(row.size_bytes for row in there.values()))]
 
 
 def _storage(facts: Sequence[NodeFacts], size_bytes: int) -> list[Finding]:

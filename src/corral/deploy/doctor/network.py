@@ -1,4 +1,4 @@
-"""The network as it is: every node tries every other one at its chosen address, and each pair measures."""
+"""The network between the nodes: every node connects to every other one at its chosen address, and measures."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ FAR_S = 1e-3
 EXPECTED_MOST_BITS = 10e9  # one TCP stream in a short time shows no more, however fast the adapter
 
 
-HOW = {"timeout": "nothing comes back", "refused": "it is refused", "": "no answer in time"}
+HOW = {"timeout": "no answer", "refused": "the connection is refused", "": "no answer in time"}
 
 
 @dataclass(frozen=True)
 class Peer:
-    """What one node says of another: whether it reached it, and how fast."""
+    """One node's measurement of another: whether it reached it, and how fast."""
 
     reach: str
     rtt_s: float | None = None
@@ -48,8 +48,8 @@ class _Answer:
 
 
 @dataclass(frozen=True)
-class WireResult:
-    """What each node said of each other one, or why it could not be asked."""
+class NetworkResult:
+    """What each node measured of every other one, or why it could not be asked."""
 
     rows: dict[str, dict[str, Peer]]
     errors: dict[str, str]
@@ -60,8 +60,8 @@ def stream_time_s(nodes: int, limit_s: float) -> float:
     return max(0.02, min(0.3, 0.6 * limit_s / (3 * max(1, nodes - 1))))
 
 
-def run_wire(ssh: Ssh | Here, facts: Sequence[NodeFacts], fabric: Fabric, timeout_s: float) -> WireResult:
-    """Run the test on all nodes at once; one that is free for it is known from the survey."""
+def probe_network(ssh: Ssh | Here, facts: Sequence[NodeFacts], fabric: Fabric, timeout_s: float) -> NetworkResult:
+    """Run the test on all nodes at once, at ports that the survey found free."""
     limit_s = max(2.0, min(MOST_S, timeout_s - START_S))
     peers = [[node.host, fabric.addresses[node.host], node.free_ports[0]] for node in facts]
     order = {"peers": peers, "token": secrets.token_hex(16), "limit_s": limit_s}
@@ -69,9 +69,11 @@ def run_wire(ssh: Ssh | Here, facts: Sequence[NodeFacts], fabric: Fabric, timeou
     numbers = {node.host: number for number, node in enumerate(facts)}
 
     def task(host: str) -> _Answer:
-        stdin = json.dumps({**order, "me": numbers[host]}).encode()  # the word they know each other by is in it
+        stdin = json.dumps(
+            {**order, "me": numbers[host]}
+        ).encode()  # it holds the token by which they know each other
         done = ssh.python(host, bundle("node/network_probe.py"), stdin=stdin, timeout_s=timeout_s)
-        return read_wire(done.or_raise(f"on {host}").stdout, host, set(numbers) - {host})
+        return read_measurements(done.or_raise(f"on {host}").stdout, host, set(numbers) - {host})
 
     rows, errors = {}, {}
     for host, answer in each(list(numbers), task, width=len(numbers)).items():
@@ -81,53 +83,53 @@ def run_wire(ssh: Ssh | Here, facts: Sequence[NodeFacts], fabric: Fabric, timeou
             errors[host] = answer.error
         else:
             rows[host] = answer.peers
-    return WireResult(rows, errors)
+    return NetworkResult(rows, errors)
 
 
-def read_wire(text: str, host: str, others: set[str]) -> _Answer:
-    """What one node measured; it may speak of the other nodes only, and in numbers that can be."""
+def read_measurements(text: str, host: str, others: set[str]) -> _Answer:
+    """What one node measured; it may name only the other nodes, and only possible numbers."""
     what = f"the answer of {host}"
-    found = from_json(_Answer, last_object(text, what, MOST_ANSWER_BYTES, "Look at the node."), what)
+    answer = from_json(_Answer, last_object(text, what, MOST_ANSWER_BYTES, "Look at the node."), what)
     numbers = [
-        number for peer in found.peers.values() for number in (peer.rtt_s or 0.0, peer.there_bps, peer.back_bps)
+        number for peer in answer.peers.values() for number in (peer.rtt_s or 0.0, peer.there_bps, peer.back_bps)
     ]
-    if not set(found.peers) <= others or not all(0 <= number < MOST for number in numbers):
+    if not set(answer.peers) <= others or not all(0 <= number < MOST for number in numbers):
         raise DataError(f"{what} names other nodes, or impossible speeds.", "Look at the node.", host=host)
-    return found
+    return answer
 
 
-def pairs_of(result: WireResult) -> tuple[Pair, ...]:
+def pairs_of(result: NetworkResult) -> tuple[Pair, ...]:
     return tuple(
         Pair(first, second, row.rtt_s, row.there_bps, row.back_bps)
-        for first, told in result.rows.items()
-        for second, row in told.items()
+        for first, peers in result.rows.items()
+        for second, row in peers.items()
         if row.rtt_s is not None
     )
 
 
-def judge_wire(result: WireResult, fabric: Fabric) -> tuple[list[Finding], tuple[Pair, ...]]:
+def judge_network(result: NetworkResult, fabric: Fabric) -> tuple[list[Finding], tuple[Pair, ...]]:
     """Findings, and what the pairs measured."""
     pairs = pairs_of(result)
     failed = [warning("network", f"the test did not run: {why}", "Try again.", h) for h, why in result.errors.items()]
     return [*failed, *_reach(result, fabric), *_speeds(pairs, fabric)], pairs
 
 
-def _reach(result: WireResult, fabric: Fabric) -> list[Finding]:
-    """Directions in which no connection came about; by target, because a firewall stands before one."""
+def _reach(result: NetworkResult, fabric: Fabric) -> list[Finding]:
+    """Directions in which no connection was made, by destination: that is where a firewall is."""
     blocked: dict[tuple[str, str], list[str]] = {}
-    for host, told in result.rows.items():
-        for peer, row in told.items():
+    for host, peers in result.rows.items():
+        for peer, row in peers.items():
             if row.reach != "ok" and peer not in result.errors:
                 blocked.setdefault((peer, row.reach), []).append(host)
-    found = []
+    findings = []
     for (peer, how), hosts in blocked.items():
         where = f"{fabric.addresses[peer]} ({fabric.interfaces[peer]})"
         text = f"{names(hosts)} cannot connect to {peer} at {where}: {HOW.get(how, how)}"
         remedy = f"Open all ports between the nodes in the firewall of {peer}, or choose another --interface."
-        found.append(fatal("firewall", text, remedy))
-    if not found and len(result.rows) > 1:
+        findings.append(fatal("firewall", text, remedy))
+    if not findings and len(result.rows) > 1:
         return [ok("firewall", "every node reaches every other one")]
-    return found
+    return findings
 
 
 def _speeds(pairs: Sequence[Pair], fabric: Fabric) -> list[Finding]:
@@ -138,21 +140,21 @@ def _speeds(pairs: Sequence[Pair], fabric: Fabric) -> list[Finding]:
     farthest = max(pairs, key=lambda pair: pair.round_trip_s)
     middle = statistics.median(pair.slowest_bits_per_s for pair in pairs)
     text = f"{slowest.slowest_bits_per_s / 1e9:.1f} Gb/s between {slowest.first} and {slowest.second}"
-    found = []
+    findings = []
     expected = min(fabric.speed_mbps * 1e6, EXPECTED_MOST_BITS)
     if slowest.slowest_bits_per_s < SLOW_SHARE * middle:
         remedy = "Look at the cable, the port's negotiated speed (ethtool) and other traffic of these nodes."
-        found.append(warning("bandwidth", f"only {text}, {middle / 1e9:.1f} between others", remedy))
+        findings.append(warning("bandwidth", f"only {text}, {middle / 1e9:.1f} between others", remedy))
     elif slowest.slowest_bits_per_s < SLOW_SHARE * expected:
         remedy = "Is another network faster? Name it with --interface."
-        found.append(warning("bandwidth", f"only {text}; {expected / 1e9:g} were expected", remedy))
+        findings.append(warning("bandwidth", f"only {text}; {expected / 1e9:g} were expected", remedy))
     elif len(pairs) > 1:
         text = f"{slowest.slowest_bits_per_s / 1e9:.1f} to {fastest.slowest_bits_per_s / 1e9:.1f} Gb/s over TCP"
-        found.append(ok("bandwidth", f"{text}, slowest {slowest.first} ↔ {slowest.second}"))
+        findings.append(ok("bandwidth", f"{text}, slowest {slowest.first} ↔ {slowest.second}"))
     else:
-        found.append(ok("bandwidth", text))
+        findings.append(ok("bandwidth", text))
     far = f"{farthest.round_trip_s * 1e3:.2f} ms there and back between {farthest.first} and {farthest.second}"
     if farthest.round_trip_s > FAR_S:
         remedy = "Nodes this far apart serve one model badly; pipeline parallelism suffers least."
-        return [*found, warning("latency", far, remedy)]
-    return [*found, ok("latency", f"at most {far}")]
+        return [*findings, warning("latency", far, remedy)]
+    return [*findings, ok("latency", f"at most {far}")]

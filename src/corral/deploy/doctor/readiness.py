@@ -1,9 +1,8 @@
-"""Whether nodes are ready for GPUs and containers, and the script that makes them so. Pure; nothing is run.
+"""Whether nodes are ready for GPUs and containers, and the commands and the script that make them so.
 
-The commands that make a node ready, for the distribution it runs. Pure; Corral runs none of them.
-
-Docker and NVIDIA publish packages for all of these; SUSE's own Docker is taken, as is usual there.
-What a node says about itself becomes part of commands for root, so each word must be of the expected form.
+Pure: Corral runs none of these commands. Docker and NVIDIA publish packages for all of these distributions; on SUSE,
+SUSE's own Docker is used, as is usual there. What a node says about itself becomes part of commands for root, so each
+word must have the expected form.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ USER, DRIVER = r"[a-z_][a-z0-9_-]{0,31}", r"\d{3,4}(\.\d{1,3}){1,2}"
 
 
 class PackageFamily(enum.StrEnum):
-    """Who packages for whom."""
+    """Distributions that use the same packages."""
 
     DEBIAN = "debian"
     REDHAT = "redhat"
@@ -34,7 +33,7 @@ class PackageFamily(enum.StrEnum):
 
 
 class RepairStep(enum.StrEnum):
-    """One thing to put right, in the order in which they are done."""
+    """One thing to repair, in the order of the repairs."""
 
     DRIVER = "the NVIDIA driver"
     FABRIC_MANAGER = "NVIDIA's fabric manager"
@@ -64,14 +63,14 @@ class Distribution:
 
     @property
     def docker(self) -> str:
-        """Under which name Docker publishes for it."""
+        """Its name in Docker's repositories."""
         if self.family == PackageFamily.DEBIAN:
             return "ubuntu" if self.name == "ubuntu" else "debian"
         return self.name if self.name in ("fedora", "rhel") else "centos"
 
     @property
     def cuda(self) -> str:
-        """Under which name NVIDIA publishes drivers for it."""
+        """Its name in NVIDIA's driver repositories."""
         where = {
             PackageFamily.DEBIAN: "ubuntu" + self.release.replace(".", "")
             if self.name == "ubuntu"
@@ -83,26 +82,26 @@ class Distribution:
 
 
 def distribution_of(node: NodeFacts) -> Distribution | None:
-    """What the node runs, where its commands are known and its words have the expected form."""
-    told = node.readiness
-    words = {"name": told.distribution, "release": told.release, "codename": told.codename}
-    if told.distribution == "amzn" or not all(re.fullmatch(FORMS[key], word) for key, word in words.items()):
+    """The node's distribution; None where its commands are not known, or its name has not the expected form."""
+    readiness = node.readiness
+    names = {"name": readiness.distribution, "release": readiness.release, "codename": readiness.codename}
+    if readiness.distribution == "amzn" or not all(re.fullmatch(FORMS[key], text) for key, text in names.items()):
         return None  # Amazon's looks like Fedora and has other packages
-    kin = {told.distribution, *told.like}
-    name = "ubuntu" if "ubuntu" in kin else told.distribution
+    kin = {readiness.distribution, *readiness.like}
+    name = "ubuntu" if "ubuntu" in kin else readiness.distribution
     for family, members in (
         (PackageFamily.DEBIAN, {"debian", "ubuntu"}),
         (PackageFamily.SUSE, {"suse", "sles", "opensuse"}),
         (PackageFamily.REDHAT, {"rhel", "centos", "fedora"}),
     ):
         if kin & members:
-            derived = family == PackageFamily.DEBIAN and told.distribution not in members
-            return Distribution(family, name, told.release, told.codename, node.machine, derived)
+            derived = family == PackageFamily.DEBIAN and readiness.distribution not in members
+            return Distribution(family, name, readiness.release, readiness.codename, node.machine, derived)
     return None
 
 
 def commands(step: RepairStep, where: Distribution, node: NodeFacts) -> tuple[str, ...]:
-    """What to type on the node, line by line; empty where it is not known."""
+    """The commands of a step, line by line; empty where they are not known."""
     user = node.user if re.fullmatch(USER, node.user) else '"${SUDO_USER:-$USER}"'
     match step:
         case RepairStep.DRIVER:
@@ -204,7 +203,7 @@ def _driver(where: Distribution) -> tuple[str, ...]:
 
 
 def _fabric_manager(where: Distribution, driver: str) -> tuple[str, ...]:
-    """Of exactly the driver's version; the package's name has the branch in it, or since 580 has not."""
+    """The fabric manager of exactly the driver's version; before 580, the package's name has the branch in it."""
     if not re.fullmatch(DRIVER, driver):
         return ()
     branch = driver.partition(".")[0]
@@ -221,7 +220,7 @@ def _fabric_manager(where: Distribution, driver: str) -> tuple[str, ...]:
 
 
 HEADER = "# Written by `corral doctor --fix-script`. Read it before you run it."
-# whether a step is still wanted on the node where the script runs: it may be run on every node, and again
+# whether a step is still needed on the node where the script runs: it may be run on every node, and again
 GUARDS = {
     RepairStep.DRIVER: "[ ! -e /proc/driver/nvidia/version ]",
     RepairStep.FABRIC_MANAGER: "! pgrep -f nv-fabricmanager >/dev/null",
@@ -253,11 +252,13 @@ class Lack:
 
 
 def lacks(node: NodeFacts, runtime: str) -> Iterator[Lack]:
-    """What the node lacks for this runtime, in the order in which it is put right."""
-    told = node.readiness
-    if told.nvidia_devices and not told.driver and not node.gpus:
-        yield Lack(RepairStep.DRIVER, f"{told.nvidia_devices} NVIDIA GPUs on its PCI bus, but no driver is loaded")
-    if told.nvswitches and told.driver and not told.fabric_manager:
+    """What the node lacks for this runtime, in the order of the repairs."""
+    readiness = node.readiness
+    if readiness.nvidia_devices and not readiness.driver and not node.gpus:
+        yield Lack(
+            RepairStep.DRIVER, f"{readiness.nvidia_devices} NVIDIA GPUs on its PCI bus, but no driver is loaded"
+        )
+    if readiness.nvswitches and readiness.driver and not readiness.fabric_manager:
         text = "it has NVSwitches, but no fabric manager was seen running (from inside a container it cannot be seen)"
         yield Lack(RepairStep.FABRIC_MANAGER, f"{text}: CUDA fails without it", Level.WARNING)
     if runtime == "docker":
@@ -267,17 +268,17 @@ def lacks(node: NodeFacts, runtime: str) -> Iterator[Lack]:
 
 
 def _lacks_for_docker(node: NodeFacts) -> Iterator[Lack]:
-    told = node.readiness
+    readiness = node.readiness
     there = "docker" in node.tools
     if not there:
         yield Lack(RepairStep.DOCKER, "Docker is not installed")
-    elif told.docker_socket in ("none", "silent"):
+    elif readiness.docker_socket in ("none", "silent"):
         yield Lack(RepairStep.DOCKER_SERVICE, "Docker is installed, but its service is not running")
-    if node.user != "root" and not told.docker_group and (not there or told.docker_socket == "refuses"):
+    if node.user != "root" and not readiness.docker_group and (not there or readiness.docker_socket == "refuses"):
         yield Lack(RepairStep.GROUP, f"{node.user or 'you'} may not use Docker")
-    if told.nvidia_devices and not TOOLKIT_COMMANDS & set(node.tools):
+    if readiness.nvidia_devices and not TOOLKIT_COMMANDS & set(node.tools):
         yield Lack(RepairStep.TOOLKIT, "the NVIDIA container toolkit is not installed")
-    if told.nvidia_devices and not told.docker_nvidia:
+    if readiness.nvidia_devices and not readiness.docker_nvidia:
         yield Lack(RepairStep.DOCKER_RUNTIME, "Docker's configuration does not name NVIDIA's runtime", Level.WARNING)
 
 
@@ -292,22 +293,21 @@ def _lacks_for_podman(node: NodeFacts) -> Iterator[Lack]:
 
 def judge_readiness(facts: Sequence[NodeFacts], runtime: str) -> list[Finding]:
     """A finding for each thing that a node lacks, with the commands for its distribution."""
-    found = [_finding(node, lack) for node in facts for lack in lacks(node, runtime)]
-    if found:
-        return found
+    findings = [_finding(node, lack) for node in facts for lack in lacks(node, runtime)]
+    if findings:
+        return findings
     if runtime in ("docker", "podman"):
         return [ok("node", f"ready for {runtime}" + (" with GPUs" if facts[0].readiness.nvidia_devices else ""))]
     having = [name for name in ("docker", "podman", "apptainer") if all(name in node.tools for node in facts)]
-    said = f"has {' and '.join(having)}" if having else "has no container runtime"
-    return [ok("node", f"{said}; only --runtime docker, podman or apptainer needs one")]
+    text = f"has {' and '.join(having)}" if having else "has no container runtime"
+    return [ok("node", f"{text}; only --runtime docker, podman or apptainer needs one")]
 
 
 def _finding(node: NodeFacts, lack: Lack) -> Finding:
     where = distribution_of(node)
-    words = commands(lack.step, where, node) if where else ()
+    lines = commands(lack.step, where, node) if where else ()
     remedy = f"On the node, then: {AFTER[lack.step]}" if lack.step in AFTER else "On the node:"
-    remedy = remedy if words else UNKNOWN
-    return Finding(lack.level, "node", lack.text, node.host, remedy, words)
+    return Finding(lack.level, "node", lack.text, node.host, remedy if lines else UNKNOWN, lines)
 
 
 def fix_script(facts: Sequence[NodeFacts], runtime: str) -> str:
@@ -329,21 +329,21 @@ def fix_script(facts: Sequence[NodeFacts], runtime: str) -> str:
         "",
     ]
     for step in RepairStep:
-        if step in wanted and (words := commands(step, where, wanted[step])):
-            lines += [f"# {step.value}", f"if {GUARDS[step]}; then", *(f"    {word}" for word in words)]
+        if step in wanted and (repair := commands(step, where, wanted[step])):
+            lines += [f"# {step.value}", f"if {GUARDS[step]}; then", *(f"    {line}" for line in repair)]
             lines += [f'    echo "{AFTER[step].replace("`", "")}"'] if step in AFTER else []
             lines += ["fi", ""]
     return "\n".join(lines)
 
 
 def _one_distribution(nodes: Sequence[NodeFacts]) -> Distribution:
-    found = {distribution_of(node) for node in nodes}
-    known = [each for each in found if each]
-    if len(found) == 1 and known:
+    distributions = {distribution_of(node) for node in nodes}
+    known = [one for one in distributions if one]
+    if len(distributions) == 1 and known:
         return known[0]
-    told = ", ".join(sorted(f"{node.host}: {plain(node.readiness.distribution, 40) or 'unknown'}" for node in nodes))
+    names = ", ".join(sorted(f"{node.host}: {plain(node.readiness.distribution, 40) or 'unknown'}" for node in nodes))
     if known:
         raise UsageError(
-            f"the nodes run different distributions ({told}).", "Write one script for each: --hosts NODE."
+            f"the nodes run different distributions ({names}).", "Write one script for each: --hosts NODE."
         )
-    raise UsageError(f"the commands for this distribution are not known ({told}).", UNKNOWN)
+    raise UsageError(f"the commands for this distribution are not known ({names}).", UNKNOWN)

@@ -18,16 +18,16 @@ RAY_SCRIPT = "ray_rank.py"
 
 @dataclass(frozen=True)
 class Node:
-    """One node as the other nodes see it."""
+    """One node as the others see it."""
 
-    name: str  # what people call it
+    name: str  # for people
     address: str = ""  # where the others reach it
-    env: Mapping[str, str] = field(default_factory=dict)  # network variables found for it: NCCL_SOCKET_IFNAME, …
+    env: Mapping[str, str] = field(default_factory=dict)  # its network variables: NCCL_SOCKET_IFNAME, …
 
 
 @dataclass(frozen=True)
 class Ports:
-    """Ports on the head node that were free when asked; 0: chosen on the node when the rank starts."""
+    """Ports on the head node; 0: chosen on the node when the rank starts."""
 
     serve: int = 0
     master: int = 0  # the ranks' rendezvous (native), or Ray's own (ray)
@@ -36,7 +36,7 @@ class Ports:
 
 @dataclass(frozen=True)
 class Gang:
-    """Everything a link needs to know."""
+    """What a link needs to know of the nodes and the plan."""
 
     nodes: tuple[Node, ...]  # head first
     ports: Ports
@@ -75,15 +75,15 @@ def _native(gang: Gang) -> tuple[LinkedRank, ...]:
     for rank, node in enumerate(gang.nodes):
         if gang.replicas > 1:  # whole replicas on each node: vLLM's data parallelism joins them
             here = gang.replicas // count
-            words = ["--data-parallel-size-local", str(here), "--data-parallel-address", head.address]
-            words += ["--data-parallel-rpc-port", str(gang.ports.master or "@MASTER_PORT@")]
-            words += ["--data-parallel-start-rank", str(rank * here)] if rank else []
+            arguments = ["--data-parallel-size-local", str(here), "--data-parallel-address", head.address]
+            arguments += ["--data-parallel-rpc-port", str(gang.ports.master or "@MASTER_PORT@")]
+            arguments += ["--data-parallel-start-rank", str(rank * here)] if rank else []
         else:
-            words = ["--nnodes", str(count), "--node-rank", str(rank), "--master-addr", head.address]
-            words += ["--master-port", str(gang.ports.master or "@MASTER_PORT@")]
-        words += ["--headless"] if rank else []
+            arguments = ["--nnodes", str(count), "--node-rank", str(rank), "--master-addr", head.address]
+            arguments += ["--master-port", str(gang.ports.master or "@MASTER_PORT@")]
+        arguments += ["--headless"] if rank else []
         env = {**node.env, "VLLM_HOST_IP": node.address}
-        ranks.append(LinkedRank(rank, node, tuple(words), env, serves=rank == 0))
+        ranks.append(LinkedRank(rank, node, tuple(arguments), env, serves=rank == 0))
     return tuple(ranks)
 
 
@@ -101,8 +101,8 @@ def _ray(gang: Gang) -> tuple[LinkedRank, ...]:
         script += ["--address", node.address, "--head", f"{head.address}:{port}", "--nodes", str(count)]
         script += ["--devices", str(gang.ranks_per_node), *(["--cpu"] if gang.cpu else [])]
         env = {**node.env, "VLLM_HOST_IP": node.address, "RAY_AUTH_MODE": "token"}
-        words = ("--distributed-executor-backend", "ray")
-        ranks.append(LinkedRank(rank, node, words, env, rank == 0, tuple(script), engine=rank == 0))
+        arguments = ("--distributed-executor-backend", "ray")
+        ranks.append(LinkedRank(rank, node, arguments, env, rank == 0, tuple(script), engine=rank == 0))
     return tuple(ranks)
 
 
@@ -118,7 +118,7 @@ def link_ranks(link: str, gang: Gang) -> tuple[LinkedRank, ...]:
 
 
 def _refuse_uneven(gang: Gang) -> None:
-    """Every node has the same part: ranks that do not come out even would wait for each other for ever."""
+    """Every node has the same number of ranks: otherwise they would wait for each other for ever."""
     count = len(gang.nodes)
     if gang.replicas > 1 and gang.replicas % count:
         raise UsageError(

@@ -1,12 +1,10 @@
-"""A launch as commands to paste, as they are: without agents on one machine or over ssh, or as a batch job.
+"""A launch as commands to paste: without agents on one machine or over ssh, or as a batch job.
 
-Each node gets its files, its secrets (made there, unless they are there already) and one command per rank. Over ssh
-all of it is pasted on this machine: workers go to the background, and the head comes last. A batch job is the very
-one that Corral submits, with its agents: the command of each rank is shown above the template that holds it.
+Each node gets its files, its secrets (made there, unless they exist) and one command per rank. Over ssh all of it is
+pasted on this machine: workers go to the background, and the head comes last. A batch job is the very one that Corral
+submits, with its agents: the command of each rank is shown above the template that holds it.
 
-A launch as it may be shown: values of variables that are named like secrets are left out.
-
-What starts the engines has them; a dry run is for eyes, terminals and tickets.
+`masked` leaves out the values of variables that are named like secrets: a dry run is for terminals and tickets.
 """
 
 from __future__ import annotations
@@ -23,28 +21,30 @@ from corral.deploy.launch.links import RAY_SCRIPT
 from corral.deploy.launch.render import LaunchSpec, PlacedFile, RankSpec
 
 MASK = "****"
-_WORDS = "API_?KEY|KEY|TOKEN|SECRET|PASS|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?"
-_SECRET = re.compile(rf"(^|_)({_WORDS})($|_)", re.IGNORECASE)
-_PLACE = re.compile(r"_(FILE|PATH|DIR|MODE|URL)$", re.IGNORECASE)
+_SECRETS = "API_?KEY|KEY|TOKEN|SECRET|PASS|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?"
+_SECRET = re.compile(rf"(^|_)({_SECRETS})($|_)", re.IGNORECASE)
+_REFERENCE = re.compile(r"_(FILE|PATH|DIR|MODE|URL)$", re.IGNORECASE)
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether a variable of this name holds a secret, and not the place of one."""
-    return bool(_SECRET.search(name)) and not _PLACE.search(name)
+    """Whether a variable of this name holds a secret, and not a path or an address."""
+    return bool(_SECRET.search(name)) and not _REFERENCE.search(name)
 
 
 def masked(spec: LaunchSpec) -> LaunchSpec:
-    """The same launch without the values of secrets, wherever they stand."""
-    found = {value for rank in spec.ranks for name, value in rank.env.items() if is_secret_name(name) and value}
+    """The same launch without the values of secrets, wherever they are."""
+    secrets = {value for rank in spec.ranks for name, value in rank.env.items() if is_secret_name(name) and value}
     ranks = tuple(
         replace(
             rank,
-            env={name: MASK if is_secret_name(name) else _without(value, found) for name, value in rank.env.items()},
-            argv=tuple(_without(word, found) for word in rank.argv),
+            env={
+                name: MASK if is_secret_name(name) else _without(value, secrets) for name, value in rank.env.items()
+            },
+            argv=tuple(_without(word, secrets) for word in rank.argv),
         )
         for rank in spec.ranks
     )
-    return replace(spec, ranks=ranks, script=_without(spec.script, found))
+    return replace(spec, ranks=ranks, script=_without(spec.script, secrets))
 
 
 def _without(text: str, secrets: set[str]) -> str:
@@ -57,14 +57,14 @@ END = "CORRAL"  # of a here-document
 
 
 def as_shell(spec: LaunchSpec, reach: Mapping[str, Sequence[str]], first: Sequence[str] = ()) -> str:
-    """Commands, the head's last; `reach` has the words that bring one to a node, `first` is what must go before."""
+    """Commands, the head's last; `reach` has the ssh command of each node, `first` comes before all."""
     lines = [f"# {spec.deployment}: {spec.model} with vLLM {spec.engine}", *first]
     if spec.link == "ray" and any(reach.values()):
         lines.append("# Ray wants one token: where the nodes share no files, copy the head's to the others first")
     for rank in reversed(spec.ranks):
         lines.append(f"# rank {rank.rank}, on {rank.node}")
-        words = reach.get(rank.node, ())
-        lines += _remote(spec, rank, words) if words else _here(spec, rank)
+        ssh = reach.get(rank.node, ())
+        lines += _remote(spec, rank, ssh) if ssh else _here(spec, rank)
     return "\n".join(lines) + "\n"
 
 
@@ -73,10 +73,10 @@ def as_batch(spec: LaunchSpec, script: Path, templates: Mapping[Path, str], firs
     node = _node_files(spec)
     lines = [f"# {spec.deployment}: {spec.model} with vLLM {spec.engine}", *first, "umask 077"]
     lines.append(quote_command(["mkdir", "-p", str(node), *(rank.cwd for rank in spec.ranks)]))
-    lines += [_secret(path) for path in _secrets(spec)]
+    lines += [_secret(path) for path in _secret_files(spec)]
     lines += [_placed(file, str(node / file.name)) for file in spec.files]
     for rank, (path, text) in zip(spec.ranks, templates.items(), strict=True):
-        lines.append(f"# rank {rank.rank} runs this; what stands in @…@ is found on the nodes:")
+        lines.append(f"# rank {rank.rank} runs this; what is in @…@ is found on the nodes:")
         lines.append(f"#   {_engine_of(rank.argv)}")
         lines += _written(path, json.dumps(json.loads(text), ensure_ascii=False))
     lines += _written(script, spec.script)
@@ -86,24 +86,24 @@ def as_batch(spec: LaunchSpec, script: Path, templates: Mapping[Path, str], firs
 
 
 def _here(spec: LaunchSpec, rank: RankSpec) -> list[str]:
-    files = [_placed(file, str(_node_files(spec) / file.name)) for file in _worn(spec)]
-    return ["umask 077", *_made(spec, rank), *files, _command(rank)]
+    files = [_placed(file, str(_node_files(spec) / file.name)) for file in _engine_files(spec)]
+    return ["umask 077", *_prepared(spec, rank), *files, _command(rank)]
 
 
-def _remote(spec: LaunchSpec, rank: RankSpec, words: Sequence[str]) -> list[str]:
+def _remote(spec: LaunchSpec, rank: RankSpec, ssh: Sequence[str]) -> list[str]:
     node = str(_node_files(spec))
     lines = []
-    for file in _worn(spec):
+    for file in _engine_files(spec):
         far = f"umask 077; mkdir -p {quote_command([node])} && cat >{quote_command([f'{node}/{file.name}'])}"
-        lines.append(f"{_placed(file, '/dev/stdout')} | {quote_command([*words, far])}")
+        lines.append(f"{_placed(file, '/dev/stdout')} | {quote_command([*ssh, far])}")
     background = " &" if rank.rank else ""
-    lines.append(f"{quote_command([*words, 'sh', '-s'])} <<'{END}'{background}")
-    return [*lines, "umask 077", *_made(spec, rank), f"exec {_command(rank)}", END]
+    lines.append(f"{quote_command([*ssh, 'sh', '-s'])} <<'{END}'{background}")
+    return [*lines, "umask 077", *_prepared(spec, rank), f"exec {_command(rank)}", END]
 
 
-def _made(spec: LaunchSpec, rank: RankSpec) -> list[str]:
+def _prepared(spec: LaunchSpec, rank: RankSpec) -> list[str]:
     folders = quote_command(["mkdir", "-p", str(_node_files(spec)), rank.cwd])
-    return [folders, *(_secret(path) for path in _secrets(spec))]
+    return [folders, *(_secret(path) for path in _secret_files(spec))]
 
 
 def _command(rank: RankSpec) -> str:
@@ -127,18 +127,18 @@ def _placed(file: PlacedFile, where: str) -> str:
 
 
 def _secret(path: str) -> str:
-    """Random words in a file, made once: several nodes may see the same one."""
+    """A command that writes random text into a file, once: several nodes may see the same file."""
     return f"[ -s {quote_command([path])} ] || {quote_command(['openssl', 'rand', '-hex', '-out', path, '24'])}"
 
 
-def _secrets(spec: LaunchSpec) -> list[str]:
-    """The files that must hold random words before a launch by hand."""
+def _secret_files(spec: LaunchSpec) -> list[str]:
+    """The files of secrets that must exist before a launch by hand."""
     keys = {rank.serve.key_file for rank in spec.ranks if rank.serve}
     return sorted(keys | ({spec.gang.token_file} if spec.gang else set()))
 
 
-def _worn(spec: LaunchSpec) -> list[PlacedFile]:
-    """The files of Corral's that the engines themselves need, without agents."""
+def _engine_files(spec: LaunchSpec) -> list[PlacedFile]:
+    """The files of Corral that the engines need when there are no agents."""
     needed = ("corral_guard.py", "corral_row_socket.py", *([RAY_SCRIPT] if spec.link == "ray" else []))
     return [file for file in spec.files if file.name in needed]
 

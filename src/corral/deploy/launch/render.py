@@ -29,7 +29,7 @@ GUARD = "corral_guard.Guard"
 
 @dataclass(frozen=True)
 class PlacedFile:
-    """A file of Corral's that must lie beside the engine."""
+    """A file of Corral that must lie beside the engine."""
 
     resource: str  # inside the corral package; a folder becomes one file
     name: str  # inside the deployment's `node` folder
@@ -62,7 +62,7 @@ class RankSpec:
 
 @dataclass(frozen=True)
 class GangSpec:
-    """How the agents of several nodes hold together: the head listens, the others keep talking to it."""
+    """How the agents of several nodes watch each other: the others send heartbeats to the head."""
 
     names: tuple[str, ...]
     head: str  # address
@@ -123,7 +123,8 @@ FILES = (
     PlacedFile("node/row_socket.py", "corral_row_socket.py"),
     PlacedFile("node/ray_rank.py", RAY_SCRIPT),
 )
-# what in the user's own shell must not reach an engine: secrets, and switches that would open or bypass its door
+# variables of the user's shell that must not reach an engine: secrets, and switches that would open or bypass its
+# lock
 UNSET = (
     "HUGGING_FACE_HUB_TOKEN",
     "CUSTOM_FASTAPI_MIDDLEWARE_THROTTLE",
@@ -237,12 +238,12 @@ def _rank(plan: Plan, order: Order, runtime: Runtime, linked: LinkedRank) -> Ran
 
 
 def _secret_files(order: Order) -> tuple[str, ...]:
-    """Files that an engine reads its secrets from; no secret reaches it in any other way."""
+    """The files that an engine reads its secrets from; it gets them in no other way."""
     return (str(order.folder.key), *([str(order.folder.token)] if len(order.nodes) > 1 else []))
 
 
 def refuse_reserved(names: Iterable[str]) -> None:
-    """Secrets, what Corral sets itself, and what decides who may use the endpoint are not the user's to set."""
+    """Refuse variables that hold secrets, that Corral sets itself, or that decide who may use the endpoint."""
     for name in names:
         if name in _HUB_TOKENS:
             raise UsageError(
@@ -260,7 +261,7 @@ def refuse_reserved(names: Iterable[str]) -> None:
 
 
 def server_url(host: str, port: int) -> str:
-    """The address of a server that listens on `host`, as its own machine calls it."""
+    """The address of a server that listens on `host`, as its own machine reaches it."""
     if host in ("0.0.0.0", "::", ""):  # noqa: S104 - bound everywhere, reached here
         host = "127.0.0.1"
     return http_url(host, port) + "/v1"
@@ -268,14 +269,14 @@ def server_url(host: str, port: int) -> str:
 
 def _serve_arguments(serve: Serve) -> list[str]:
     port = str(serve.port or "@PORT@")  # 0: chosen on the node
-    told = ["--disable-uvicorn-access-log", "--enable-prompt-tokens-details"]  # the gateway learns from the latter
-    return ["--host", serve.host, "--port", port, "--middleware", GUARD, *told]
+    more = ["--disable-uvicorn-access-log", "--enable-prompt-tokens-details"]  # the gateway reads the latter
+    return ["--host", serve.host, "--port", port, "--middleware", GUARD, *more]
 
 
 def _common_env(order: Order, nodes: int) -> dict[str, str]:
     several = {
         "RAY_AUTH_TOKEN_PATH": str(order.folder.token),
-        # a rank that waits for one that is gone must not wait for five minutes; the agents' own word comes earlier
+        # a rank must not wait five minutes for a lost one; the agents report the loss earlier
         "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "60",
     }
     return {
@@ -285,7 +286,7 @@ def _common_env(order: Order, nodes: int) -> dict[str, str]:
         "CORRAL_ROW_SOCKETS": str(order.folder.rank(0).path),
         "PYTHONPATH": str(order.folder.node_files),
         "PYTHONUNBUFFERED": "1",
-        # the model is on disk, and a start must not depend on the hub; a hub id stands only in commands to paste
+        # the model is on disk, and a start must not depend on the hub; only commands to paste have a hub id
         **({"HF_HUB_OFFLINE": "1"} if order.model_path.startswith("/") else {}),
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
@@ -295,7 +296,7 @@ def _common_env(order: Order, nodes: int) -> dict[str, str]:
 
 
 def agent_spec(spec: LaunchSpec, rank: RankSpec, folder: DeploymentFolder) -> dict[str, object]:
-    """What the agent of one rank reads; `folder` as the nodes see it."""
+    """The spec that the agent of one rank reads; `folder` as the nodes see it."""
     files = folder.rank(rank.rank)
     serve = rank.serve
     return {
@@ -326,7 +327,7 @@ def agent_spec(spec: LaunchSpec, rank: RankSpec, folder: DeploymentFolder) -> di
 
 
 def _expected(spec: LaunchSpec) -> dict[str, object]:
-    """What an agent judges a start by: how long its phases usually take, and how long they may go without advance."""
+    """What an agent judges a start by: the usual length of its phases, and how long they may go without advance."""
     usual = {phase: expected.seconds for phase, expected in spec.expected.items()}
     return {
         "usual_s": usual,

@@ -1,1 +1,1 @@
-"""A deployment from request to end: bringing up, state, successors, renewal, tunnels, and which server is meant."""
+"""A deployment from its request to its end: bringing up, status, successors, tunnels, and finding a server."""

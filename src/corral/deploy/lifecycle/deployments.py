@@ -1,7 +1,7 @@
-"""A deployment's life: launch, watch, wait, stop. The state machine over what agents write and targets know.
+"""A deployment from its launch to its end: claim a name, launch, watch, stop; its ranks and its job.
 
 State is computed, never trusted: the journal says what the agent last wrote, the target says whether the agent still
-runs, and only both together make a state. A journal that ends in "ready" without a living agent is a failure, or,
+runs, and only the two together make a state. A journal that ends in "ready" without a running agent is a failure, or,
 after a reboot, "stopped: the machine restarted".
 """
 
@@ -29,11 +29,15 @@ from corral.deploy.deployment.start_times import Expected, Stretch, course_of, e
 from corral.deploy.deployment.state import ENDED, Patience, Reason, State
 from corral.deploy.launch.render import LaunchSpec
 from corral.deploy.lifecycle.status import traces_of, verdict
-from corral.deploy.targets.base import AgentsStatus, Target, load_target
+from corral.deploy.targets.base import AgentsStatus, Queue, Target, load_target
+from corral.node.files import read_json
 from corral.node.processes import marked
 
-if TYPE_CHECKING:  # the planner is not needed to look at a deployment
+if TYPE_CHECKING:  # reading a deployment does not need the planner
     from corral.plan.contract import Plan
+
+
+STAGING_PATIENCE_S = 60.0  # for a command that is staging to give up
 
 
 @dataclass(frozen=True)
@@ -49,13 +53,13 @@ class Record:
     created_by: Identity
     engine: str = ""  # known once staged
     target_options: dict[str, Any] = field(default_factory=dict)  # what makes the target again: hosts, a partition, …
-    kind: str = ""  # what the lengths of its start are remembered under (see `starts`)
-    words: tuple[str, ...] = ()  # of the `corral up` that made it
+    kind: str = ""  # the key under which the length of its start is remembered (see `start_times`)
+    words: tuple[str, ...] = ()  # the arguments of the `corral up` that made it
 
 
 @dataclass(frozen=True)
 class Timings:
-    """Seconds since the launch at which things were reached; None when they were not."""
+    """Seconds from the launch to each state; None when it was not reached."""
 
     loading_s: float | None = None
     ready_s: float | None = None
@@ -64,7 +68,7 @@ class Timings:
 
 @dataclass(frozen=True)
 class Status:
-    """A deployment as it stands now."""
+    """A deployment as it is now."""
 
     name: str
     state: State
@@ -82,14 +86,33 @@ class Status:
     endpoint: Endpoint | None
     timings: Timings
     phase_since_s: float = 0.0  # wall-clock time at which the phase began
-    phase_ends_s: float | None = None  # wall-clock time at which it should be over, by how far it is
+    phase_ends_s: float | None = None  # wall-clock time at which it should end, by its progress
     expected: Expected | None = None  # how long the phase usually takes
     restarts: int = 0
     observed: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class RankMember:
+    """One rank of a deployment."""
+
+    rank: int
+    node: str  # by its host name, once that is known
+    gpus: int  # that it uses there
+    joined: bool  # whether its agent runs, or ran
+
+
+@dataclass(frozen=True)
+class HeldJob:
+    """The job of a scheduler that a deployment runs in."""
+
+    id: str
+    drains_s: float | None = None  # wall-clock time at which it begins to drain; None: not known yet
+    submitted_s: float | None = None
+
+
 def claim(record: Record, on_wait: Callable[[str], None]) -> DeploymentFolder:
-    """Take a name for a new deployment; refuse it while another holds it, and say who."""
+    """Take a name for a new deployment; refuse it while another deployment holds it."""
     name = record.name
     folder = DeploymentFolder.of(name)
     refuse_fleet_name(name)
@@ -102,7 +125,7 @@ def claim(record: Record, on_wait: Callable[[str], None]) -> DeploymentFolder:
 
 
 def _refuse_living(folder: DeploymentFolder) -> None:
-    """Only an ended deployment gives its name away, and only when nothing of it is left."""
+    """Only an ended deployment frees its name, and only when nothing of it is left."""
     current = status(folder)
     before = load_json(Record, folder.record)
     if current.state not in ENDED:
@@ -133,7 +156,7 @@ def launch(spec: LaunchSpec, plan: Plan, target: Target, record: Record, folder:
 
 
 def status(folder: DeploymentFolder) -> Status:
-    """How a deployment stands, from its journal and its target."""
+    """The status of a deployment, from its journal and its target."""
     record = load_json(Record, folder.record)
     target = target_of(record)
     target.refresh(folder)
@@ -146,32 +169,32 @@ def target_of(record: Record) -> Target:
 
 
 def plan_of(folder: DeploymentFolder) -> Plan | None:
-    """The plan a deployment was started with; None where there is none, or it is of another version."""
+    """The plan a deployment was started with; None where there is none, or it cannot be read."""
     from corral.plan.contract import Plan
 
-    try:
+    with contextlib.suppress(CorralError, OSError):
         return load_json(Plan, folder.plan)
-    except (CorralError, OSError):
-        return None
+    return None
 
 
 def statuses() -> list[Status]:
     """Every deployment of this home; one whose files cannot be read is shown as unknown, and hides no other."""
-    found = []
+    every = []
     for folder in all_folders():
         try:
-            found.append(status(folder))
+            every.append(status(folder))
         except (CorralError, OSError) as error:
-            found.append(unreadable(folder, error))
-    return found
+            every.append(unreadable(folder, error))
+    return every
 
 
 def unreadable(folder: DeploymentFolder, error: Exception) -> Status:
-    why = str(error)
+    """The status of a deployment whose files cannot be read."""
     remedy = f"Delete {folder.path} if nothing of it runs."
     return Status(
-        folder.name, State.UNKNOWN, None, why, remedy, "unknown", None, None, "-", "-", "-", 0.0, 0.0, None, Timings()
-    )
+        folder.name, State.UNKNOWN, None, str(error), remedy, "unknown", None, None, "-", "-", "-", 0.0, 0.0, None,
+        Timings(),
+    )  # fmt: skip
 
 
 def _combine(folder: DeploymentFolder, record: Record, events: list[Event], agents: AgentsStatus) -> Status:
@@ -179,10 +202,10 @@ def _combine(folder: DeploymentFolder, record: Record, events: list[Event], agen
     last = states[-1] if states else None
     since = last.time_s if last else record.created_s
     state, reason, text, remedy = verdict(folder, record.name, record.created_by, last, agents)
-    told = read_events(folder.staging) if state is State.STAGING else events
-    phases = [event for event in told if event.kind in ("phase", "state")]
+    journal = read_events(folder.staging) if state is State.STAGING else events
+    phases = [event for event in journal if event.kind in ("phase", "state")]
     phase = phases[-1] if phases else None
-    course = course_of(told)
+    course = course_of(journal)
     return Status(
         name=record.name,
         state=state,
@@ -200,29 +223,26 @@ def _combine(folder: DeploymentFolder, record: Record, events: list[Event], agen
         endpoint=_endpoint(folder, state),
         timings=_timings(states),
         phase_since_s=course[-1].since_s if course else since,
-        phase_ends_s=ends_at_s(told),
-        expected=_phase_expected(folder, state, course, told),
+        phase_ends_s=ends_at_s(journal),
+        expected=_phase_expected(folder, state, course, journal),
         restarts=sum(event.kind == "restart" for event in events),
         observed={key: value for event in events if event.kind == "observed" for key, value in event.details.items()},
     )
 
 
 def _phase_expected(
-    folder: DeploymentFolder, state: State, course: Sequence[Stretch], told: Sequence[Event]
+    folder: DeploymentFolder, state: State, course: Sequence[Stretch], journal: Sequence[Event]
 ) -> Expected | None:
-    """What the phase that it is in usually takes; nothing is expected of one that serves or has ended."""
+    """How long the current phase usually takes; None for a deployment that serves or has ended."""
     if not course or state in ENDED or state in (State.READY, State.DRAINING):
         return None
-    return expected_of(folder, told if state is State.STAGING else None).get(course[-1].phase)
+    return expected_of(folder, journal if state is State.STAGING else None).get(course[-1].phase)
 
 
 def _endpoint(folder: DeploymentFolder, state: State) -> Endpoint | None:
     if state in ENDED or state is State.QUEUED or not folder.endpoint.is_file():
         return None
     return load_json(Endpoint, folder.endpoint)
-
-
-STAGING_PATIENCE_S = 60.0
 
 
 def _timings(states: list[Event]) -> Timings:
@@ -234,9 +254,9 @@ def _timings(states: list[Event]) -> Timings:
 
 
 def watch(folder: DeploymentFolder, poll_s: float = 0.1) -> Iterator[Event | Status]:
-    """Events as they come, and at the end (ready, or ended) the final status."""
+    """Yield events as they come, and at the end (ready, or ended) the final status."""
     follower = Follower(folder.rank(0).events)
-    checked, said = 0.0, ""
+    checked, text = 0.0, ""
     while True:
         settled = False
         for event in follower.new():
@@ -248,9 +268,9 @@ def watch(folder: DeploymentFolder, poll_s: float = 0.1) -> Iterator[Event | Sta
             if now.state is State.READY or now.state in ENDED or now.reason is Reason.CANNOT_START:
                 yield now
                 return
-            if now.text and now.text != said:  # what only the target knows: a place in a queue
-                said = now.text
-                yield Event(time.time(), "standing", details={"state": now.state.value, "text": said})
+            if now.text and now.text != text:  # what only the target knows: a place in a queue
+                text = now.text
+                yield Event(time.time(), "status", details={"state": now.state.value, "text": text})
         time.sleep(poll_s)
 
 
@@ -268,12 +288,12 @@ def stop(folder: DeploymentFolder) -> Status:
             f"processes of {record.name!r} could not be ended from here.",
             "Run `corral down` on the machine it runs on, or ask its administrator.",
         )
-    folder.tunnel.unlink(missing_ok=True)  # whoever holds it sees that
+    folder.tunnel.unlink(missing_ok=True)  # the process that holds it ends then
     return status(folder)
 
 
 def _stop_unreadable(folder: DeploymentFolder, error: Exception) -> Status:
-    """End what carries the launch's id, where files of the deployment cannot be read."""
+    """End the processes with the launch's id, where files of the deployment cannot be read."""
     why = unreadable(folder, error)
     traces = traces_of(folder)
     if not traces.launch_id:
@@ -285,49 +305,49 @@ def _stop_unreadable(folder: DeploymentFolder, error: Exception) -> Status:
         target = load_target(traces.target or "local", traces.target_options or traces.hosts)
     except CorralError:
         target = load_target("local")
-    found = marked(traces.launch_id, [str(rank.engine) for rank in folder.ranks()])
+    processes = marked(traces.launch_id, [str(rank.engine) for rank in folder.ranks()])
     where = ", ".join(traces.nodes) or "its nodes"
     by_hand = f"On {where}, end the processes with CORRAL_LAUNCH={traces.launch_id} in their environment."
     try:
         ended = target.stop(folder, traces.launch_id, Patience().grace_s)
     except UnreachableError as unreachable:
         raise UnreachableError(f"{why.text} {unreachable.message}", by_hand) from error
-    elsewhere = f"; what ran on {where} was ended" if target.name != "local" else ""
-    told = f"{why.text} Looked for its launch id {traces.launch_id}: {_counted(found)}{elsewhere}"
+    elsewhere = f"; what ran on {where} was ended" if not target.HERE else ""
+    text = f"{why.text} Looked for its launch id {traces.launch_id}: {_counted(processes)}{elsewhere}"
     if not ended:
         raise LaunchError(
-            f"{told}; not all could be ended from here.", "Run `corral down` on the machine it runs on."
+            f"{text}; not all could be ended from here.", "Run `corral down` on the machine it runs on."
         )
     if traces.target and target.name != traces.target:
         raise LaunchError(
-            f"{told}; but it was started with the target {traces.target}, whose machines are no longer known.",
+            f"{text}; but it was started with the target {traces.target}, whose machines are no longer known.",
             by_hand,
         )
     folder.tunnel.unlink(missing_ok=True)
-    return replace(why, state=State.STOPPED, reason=Reason.REQUESTED, text=told, target=target.name)
+    return replace(why, state=State.STOPPED, reason=Reason.REQUESTED, text=text, target=target.name)
 
 
-def _counted(found: set[int]) -> str:
-    if not found:
+def _counted(processes: set[int]) -> str:
+    if not processes:
         return "no process of it was found on this machine"
-    numbers = ", ".join(map(str, sorted(found)))
-    return f"{'process' if len(found) == 1 else 'processes'} {numbers} of this machine ended"
+    noun = "process" if len(processes) == 1 else "processes"
+    return f"{noun} {', '.join(map(str, sorted(processes)))} of this machine ended"
 
 
 def _grace_s(folder: DeploymentFolder) -> float:
-    """How long its engines have to end by themselves."""
+    """How long its engines may take to end."""
     with contextlib.suppress(OSError, CorralError, KeyError, TypeError, ValueError):  # not launched, or damaged
         return float(parse_json(folder.launch.read_bytes(), str(folder.launch))["patience"]["grace_s"])
     return Patience().grace_s
 
 
 def _stop_staging(folder: DeploymentFolder, record: Record) -> Status:
-    """Ask the command that is making it to give up, and wait until it has."""
+    """Ask the command that is staging it to give up, and wait until it has."""
     before = status(folder)
     folder.stop.touch(mode=0o600)
     deadline = time.monotonic() + STAGING_PATIENCE_S
     while time.monotonic() < deadline:
-        if folder.rank(0).agent.exists() or folder.job.exists():  # it got past its last look: an ordinary stop, then
+        if folder.rank(0).agent.exists() or folder.job.exists():  # it has started meanwhile: an ordinary stop
             return stop(folder)
         if not folder.record.is_file() or record.created_by.is_gone():
             return replace(before, state=State.STOPPED, reason=Reason.REQUESTED)
@@ -336,3 +356,26 @@ def _stop_staging(folder: DeploymentFolder, record: Record) -> Status:
         f"{record.name!r} is still being made by process {record.created_by.pid}; it will give up before it starts.",
         f"To end it at once: kill {record.created_by.pid}",
     )
+
+
+def members(folder: DeploymentFolder) -> tuple[RankMember, ...]:
+    """Its ranks, head first; empty before it is launched."""
+    names = traces_of(folder).nodes
+    hosts = read_json(str(folder.path / "rendezvous.json")).get("names")  # of a scheduler's nodes, once they run
+    if isinstance(hosts, list) and len(hosts) == len(names):
+        names = tuple(map(str, hosts))
+    plan = plan_of(folder)
+    gpus = (plan.gpus or 0) if plan else 0
+    each = -(-gpus // len(names)) if names else 0
+    return tuple(RankMember(rank, name, each, folder.rank(rank).agent.exists()) for rank, name in enumerate(names))
+
+
+def held_job(folder: DeploymentFolder) -> HeldJob | None:
+    """The job in the queue; None for a target without one. A scheduler that does not answer leaves its end open."""
+    target = target_of(load_json(Record, folder.record))
+    if not isinstance(target, Queue) or not (id := target.job_of(folder)):
+        return None
+    with contextlib.suppress(CorralError, OSError):
+        lease = target.lease(folder)
+        return HeldJob(id, lease.last_request_s, lease.submitted_s) if lease else HeldJob(id)
+    return HeldJob(id)

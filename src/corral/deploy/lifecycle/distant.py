@@ -1,8 +1,9 @@
 """A deployment of another machine's home, brought here through that machine (`corral tunnel --through`).
 
 The address may change while the tunnel is open: a job is put back into its queue and starts on another node, or its
-successor takes over. So that machine's `corral` is asked again, every few seconds and as soon as the far end refuses,
-and the near end here, which clients know, stays where it is. When the server is gone for good, that is said.
+successor takes over. So that machine's `corral` is asked again, every few seconds and as soon as the far end refuses
+a connection, while the near end, which clients know, keeps its port. When the server is gone for good, an error says
+so.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ from corral.deploy.lifecycle.tunnel import hold_forward, near_end, near_socket
 from corral.node.sockets import free_port
 
 ASK_EVERY_S = 10.0
-ASKED_AT_MOST_S = 2.0  # as often as refusals may make it ask
-TRIES = 3  # answers that say nothing, one after the other, before it is given up
+LEAST_PAUSE_S = 2.0  # between two requests, however many connections are refused
+TRIES = 3  # failed requests in a row before it gives up
 
 
 @dataclass(frozen=True)
-class FarStanding:
-    """How the deployment stands, as the other machine says: its own, or that of the successor that serves now."""
+class FarStatus:
+    """The status of the deployment as the other machine reports it, or of the successor that serves now."""
 
     name: str
     state: State
@@ -48,8 +49,8 @@ class FarStanding:
         return self.state in ENDED
 
     @property
-    def words(self) -> str:
-        return f"{self.state}" + (f": {self.text}" if self.text else "")
+    def summary(self) -> str:
+        return f"{self.state}: {self.text}" if self.text else f"{self.state}"
 
 
 @dataclass(frozen=True)
@@ -74,41 +75,40 @@ class Distant:
         return Forward(self.local_port, f"{host}:{far.port}", self.through)
 
 
-def ask_standing(name: str, through: str, program: Sequence[str], ssh: Ssh | None = None) -> FarStanding:
-    """What the other machine's `corral` says; where a deployment has ended, what it says of the one that follows."""
-    found = _status(name, through, program, ssh or Ssh())
-    followers = [one for one in found.get("followed_by") or () if isinstance(one, dict)]
+def ask_status(name: str, through: str, program: Sequence[str], ssh: Ssh | None = None) -> FarStatus:
+    """The status that the other machine's `corral` reports; of its successor where the deployment has ended."""
+    status = _status(name, through, program, ssh or Ssh())
+    followers = [one for one in status.get("followed_by") or () if isinstance(one, dict)]
     ready = [one for one in followers if one.get("state") == State.READY]
-    coming = [one for one in followers if one.get("state") not in ENDED] if found["state"] in ENDED else []
-    if found["state"] != State.READY and (ready or coming):
-        found = _status(str((ready or coming)[-1].get("name")), through, program, ssh or Ssh())
-    endpoint = from_json(Endpoint, found["endpoint"]) if found.get("endpoint") else None
-    return FarStanding(str(found["name"]), State(found["state"]), str(found.get("text") or ""), endpoint)
+    coming = [one for one in followers if one.get("state") not in ENDED] if status["state"] in ENDED else []
+    if status["state"] != State.READY and (ready or coming):
+        status = _status(str((ready or coming)[-1].get("name")), through, program, ssh or Ssh())
+    endpoint = from_json(Endpoint, status["endpoint"]) if status.get("endpoint") else None
+    return FarStatus(str(status["name"]), State(status["state"]), str(status.get("text") or ""), endpoint)
 
 
 def _status(name: str, through: str, program: Sequence[str], ssh: Ssh) -> dict[str, Any]:
     done = ssh.run(through, [*program, "status", name, "--json"], timeout_s=60)
     try:
-        found: dict[str, Any] = json.loads(done.stdout)
-        if "error" in found:
-            kind = NotFoundError if found.get("exit_code") == NotFoundError.exit_code else UnreachableError
-            raise kind(f"{through}: {found['error']['message']}", f"`ssh {through} corral ps` lists what is there.")
-        State(found["state"])
+        body: dict[str, Any] = json.loads(done.stdout)
+        if "error" in body:
+            kind = NotFoundError if body.get("exit_code") == NotFoundError.exit_code else UnreachableError
+            raise kind(f"{through}: {body['error']['message']}", f"`ssh {through} corral ps` lists what is there.")
+        State(body["state"])
     except (ValueError, KeyError, TypeError, AttributeError):
-        words = (done.stderr.strip() or done.stdout.strip() or "no word").splitlines()
         raise UnreachableError(
-            f"`{shlex.join(program)}` on {through} did not say where {name!r} is: {words[-1]}",
+            f"`{shlex.join(program)}` on {through} did not say where {name!r} is: {done.last_line or 'no output'}",
             "Name the command as it is called there: --corral /path/to/corral.",
         ) from None
-    return found
+    return body
 
 
 def find_distant(name: str, through: str, program: Sequence[str], port: int | None) -> Distant:
     """Ask the other machine's `corral` where the deployment is, and bring its key here."""
-    found = ask_standing(name, through, program)
-    if found.endpoint is None or found.endpoint.key_file is None:
+    status = ask_status(name, through, program)
+    if status.endpoint is None or status.endpoint.key_file is None:
         raise NotFoundError(
-            f"{name!r} on {through} is {found.state}: {found.text or 'no endpoint yet'}.",
+            f"{name!r} on {through} is {status.state}: {status.text or 'no endpoint yet'}.",
             f"Wait for it there: corral wait {shlex.quote(name)}",
         )
     folder = home_dir() / "distant" / f"{through}-{DeploymentFolder.of(name).path.name}"
@@ -116,7 +116,7 @@ def find_distant(name: str, through: str, program: Sequence[str], port: int | No
     near = free_port("127.0.0.1", first=port or 0)
     if port and near != port:
         raise ConflictError(f"port {port} of this machine is taken.", "Leave --port out and a free one is chosen.")
-    distant = Distant(name, through, tuple(program), found.endpoint, near, folder / "key")
+    distant = Distant(name, through, tuple(program), status.endpoint, near, folder / "key")
     _bring_key(distant)
     return distant
 
@@ -128,7 +128,7 @@ def _bring_key(distant: Distant) -> None:
 
 
 def hold_distant(distant: Distant, say: Callable[[str], None]) -> None:
-    """Keep the forward open, wherever the server goes; raises when it is gone."""
+    """Keep the forward open wherever the server moves; raises when it is gone."""
     near = near_socket()
     with near_end(distant.local_port, near), _Watch(distant, say) as watch:
         while True:
@@ -140,14 +140,14 @@ def hold_distant(distant: Distant, say: Callable[[str], None]) -> None:
 
 
 class _Watch:
-    """Asks the other machine in a thread of its own, and says what changes."""
+    """Asks the other machine in a thread of its own, and reports changes."""
 
     def __init__(self, distant: Distant, say: Callable[[str], None]) -> None:
         self._now: Distant | None = distant
         self._first, self._say = distant, say
         self._gone: CorralError | None = None
         self._failures = 0
-        self._told = ""
+        self._last_text = ""
         self._soon, self._over = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="corral-far-end", daemon=True)
 
@@ -172,16 +172,16 @@ class _Watch:
 
     def _run(self) -> None:
         while not self._over.is_set():
-            self._soon.wait(ASK_EVERY_S if self._now else ASKED_AT_MOST_S)
+            self._soon.wait(ASK_EVERY_S if self._now else LEAST_PAUSE_S)
             self._soon.clear()
             if not self._over.is_set():
                 self._ask()
-                self._over.wait(ASKED_AT_MOST_S)
+                self._over.wait(LEAST_PAUSE_S)
 
     def _ask(self) -> None:
         first = self._first
         try:
-            self._take(ask_standing(first.name, first.through, first.program))
+            self._update(ask_status(first.name, first.through, first.program))
             self._failures = 0
         except NotFoundError as error:
             self._gone = NotFoundError(f"the server is gone: {error.message}", error.remedy)
@@ -191,23 +191,25 @@ class _Watch:
             if self._failures >= TRIES and self._now is None:
                 self._gone = error
 
-    def _take(self, found: FarStanding) -> None:
+    def _update(self, status: FarStatus) -> None:
         first = self._first
-        if found.ended:
-            again = f"Start it again there: corral up; `corral logs {shlex.quote(found.name)}` shows its last words."
+        if status.ended:
+            again = f"Start it again there: corral up; `corral logs {shlex.quote(status.name)}` shows its last lines."
             self._gone = NotFoundError(
-                f"the server is gone: {found.name} on {first.through} is {found.words.rstrip('.')}.", again
+                f"the server is gone: {status.name} on {first.through} is {status.summary.rstrip('.')}.", again
             )
-        elif found.endpoint is None or found.endpoint.key_file is None:
+        elif status.endpoint is None or status.endpoint.key_file is None:
             self._now = None
-            self._tell(f"{found.name} on {first.through} is {found.words}; waiting for its address")
-        elif self._now is None or self._now.endpoint != found.endpoint:
-            moved = replace(first, endpoint=found.endpoint)
+            self._tell(f"{status.name} on {first.through} is {status.summary}; waiting for its address")
+        elif self._now is None or self._now.endpoint != status.endpoint:
+            moved = replace(first, endpoint=status.endpoint)
             _bring_key(moved)
             self._now = moved
-            self._tell(f"{found.name} on {first.through} is now at {found.endpoint.base_url}; the tunnel leads there")
+            self._tell(
+                f"{status.name} on {first.through} is now at {status.endpoint.base_url}; the tunnel leads there"
+            )
 
     def _tell(self, text: str) -> None:
-        if text != self._told:
-            self._told = text
+        if text != self._last_text:
+            self._last_text = text
             self._say(text)

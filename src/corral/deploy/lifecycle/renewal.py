@@ -18,6 +18,7 @@ from corral.base.record import load_json
 from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.deployment.state import ENDED, Reason, State
 from corral.deploy.lifecycle import bringup, deployments
+from corral.deploy.lifecycle.decision import DeployRequest
 from corral.deploy.lifecycle.successors import chain_lock, members, read_chain, successor_name, write_chain
 from corral.deploy.targets.base import Queue
 
@@ -242,7 +243,7 @@ def _submit(folder: DeploymentFolder, name: str) -> None:
     successor = DeploymentFolder.of(name)
     if successor.path.exists() and not successor.job.exists():
         shutil.rmtree(successor.path)
-    request = load_json(bringup.DeployRequest, folder.request)
+    request = load_json(DeployRequest, folder.request)
     # a fixed port would be taken while both run on one node
     made = replace(request, name=name, follows=folder.name, port=None)
     try:

@@ -1,14 +1,13 @@
-"""What is done before a start: the engine, the model, and how far each is; told, and written down for other eyes.
+"""What is done before a start: installing the engine, measuring the CPU, fetching the model.
 
-The journal of it (`staging.jsonl`) has the form of an agent's, so that `corral status` and the console see from any
-process what the `corral up` that does it shows: phases with what they usually take, and progress, a line for each per
-cent and not more than one in some seconds otherwise.
+The journal (`staging.jsonl`) has the form of an agent's, so that `corral status` and the console show from any
+process what the `corral up` that does it shows: phases with what they usually take, and progress, one line for each
+per cent and at most one in some seconds otherwise.
 
-Measuring this machine's CPU once the engine is there, and before the plan is final.
-
-Two seconds for each new set of shapes (a model's) on each machine and engine; later starts remember, unless others
-kept the machine busy meanwhile: then the next start measures once more. Nodes elsewhere are not measured: unless they
-are the same kind as this machine, their plans go by the flags.
+The CPU is measured once the engine is there, and before the plan is final: two seconds for each new set of shapes (a
+model's) on each machine and engine. Later starts remember it, unless the machine was busy meanwhile: then the next
+start measures again. Nodes elsewhere are not measured; unless they are of the same kind as this machine, their plans
+go by the CPU's flags.
 """
 
 from __future__ import annotations
@@ -16,19 +15,24 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from corral.base.errors import CorralError, LaunchError
 from corral.deploy.deployment.events import append_event
 from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.deployment.start_times import WORTH_KEEPING_S, Expected, Phase, remember_start, usual
+from corral.deploy.lifecycle.decision import DeployDecision, fitting_plan
 from corral.deploy.lifecycle.watching import Reporter
+from corral.deploy.targets.base import NodeFiles
 from corral.engines import environments as engines
+from corral.engines.flags import values_of
 from corral.plan.cpu import formats_to_measure, products
 from corral.plan.hardware.cpu import measure_cpu_speed, recall_cpu_speed, remember_cpu_speed
 from corral.plan.hardware.inventory import Inventory, read_cpu
 from corral.plan.hardware.probe import cpu_facts
 from corral.plan.measured import cpu_kind
+from corral.plan.models import store as model_store
 from corral.plan.models.facts import ModelFacts
 from corral.plan.settings import read_fixed
 
@@ -48,7 +52,7 @@ def unmeasured(model: ModelFacts, inventory: Inventory, fixed: Mapping[str, obje
 def measure_cpu(
     model: ModelFacts, inventory: Inventory, formats: tuple[str, ...], note: Callable[[str], None]
 ) -> bool:
-    """Measure and remember; whether that worked. It never stops a start: the flags still tell most of it."""
+    """Measure and remember; whether that worked. A failure does not stop the start: the CPU's flags say most."""
     kind, engine = cpu_kind(inventory), engines.find("cpu")
     if kind is None or engine is None:
         return False
@@ -61,12 +65,12 @@ def measure_cpu(
 
 
 BEFORE = (Phase.INSTALLING, Phase.MEASURING, Phase.FETCHING)  # whether they are needed is known when they begin
-LINE_EVERY_S = 5.0  # of what gets on by less than a per cent
+LINE_EVERY_S = 5.0  # for progress of less than a per cent
 LONGEST_TEXT = 200
 
 
 class Staging:
-    """Passes on what is happening with how long it usually takes, and gives up when `corral down` asked for it."""
+    """Reports each phase with its usual length, and gives up once `corral down` asks for it."""
 
     def __init__(
         self,
@@ -83,7 +87,7 @@ class Staging:
         self._write("expected", expected=after)
 
     def phase(self, name: Phase, kind: str = "", needed: bool = True) -> None:
-        """The next phase begins; where nothing is needed, its usual length says nothing."""
+        """Begin the next phase; where nothing is `needed`, no length is expected."""
         self._check()
         took_s = self._clock() - self._began_s
         if self._kind and took_s > WORTH_KEEPING_S:
@@ -100,16 +104,40 @@ class Staging:
         grown = total > 0 and (share - self._told_share >= 0.01 or (done >= total and self._told_share < share))
         if grown or self._clock() - self._told_s >= LINE_EVERY_S:
             self._told_s, self._told_share = self._clock(), share
-            words = text.rpartition("\r")[2].strip()[:LONGEST_TEXT]
+            line = text.rpartition("\r")[2].strip()[:LONGEST_TEXT]
             progress = {"done": done, "total": total} if total else {}
-            self._write("phase", phase=self._phase, **({"text": words} if words else {}), **progress)
+            self._write("phase", phase=self._phase, **({"text": line} if line else {}), **progress)
         self.report.detail(text, done, total)
 
     def _write(self, kind: str, **details: Any) -> None:
-        """A line of the journal; a disk that is full, or a folder that was just deleted, stops nothing."""
+        """Write a line of the journal; a full disk or a deleted folder does not stop the start."""
         with contextlib.suppress(OSError):
             append_event(self._folder.staging, kind, elapsed_s=self._clock() - self._first_s, **details)
 
     def _check(self) -> None:
         if self._folder.stop.exists() or not self._folder.record.is_file():
             raise LaunchError(f"{self._folder.name!r} was stopped by `corral down` before it started.", "")
+
+
+def measured(decision: DeployDecision, staging: Staging) -> DeployDecision:
+    """The decision with what this CPU can do, measured now that there is an engine to measure with."""
+    model, inventory = decision.plan.model, decision.inventory
+    formats = unmeasured(model, inventory, decision.request.fixed)
+    if not formats:
+        return decision
+    staging.phase(Phase.MEASURING)
+    if not measure_cpu(model, inventory, formats, staging.report.note):
+        return decision
+    plan = fitting_plan(decision.source, inventory, decision.request, decision.engine_version)
+    return replace(decision, plan=plan)
+
+
+def bring_model(decision: DeployDecision, target: NodeFiles, staging: Staging) -> str:
+    """The model's folder on the nodes. Where they can, the nodes fetch it from the hub themselves."""
+    source, folder = decision.source, None
+    if source.kind == "hub" and not model_store.already_here(source):
+        folder = target.fetch_model(source, decision.least_bytes, staging.detail)
+    if folder:
+        return folder
+    dummy = "dummy" in values_of("--load-format", decision.request.extra_args)  # vLLM makes up the weights
+    return target.place(model_store.fetch(source, staging.detail, weights=not dummy), staging.detail)

@@ -1,11 +1,8 @@
-"""How a deployment stands, by what its journal says last and its target knows of its agents; why, and what to do.
+"""The state of a deployment, its reason and its remedy, from the end of its journal and what its target knows.
 
-Only judged here: nothing is changed, and no node is asked.
-
-What the files of a deployment still tell when some of them cannot be read: which launch it was, and where.
-
-A full disk, an editor or a neighbour may have left any of them empty, cut off or changed. The launch id stands in
-several, and every process of the launch carries it: that is enough to end what runs.
+Pure: nothing is changed, and no node is asked. `traces_of` reads which launch it was, and where, when some files of a
+deployment are empty, cut off or changed (a full disk, an editor). The launch id is in several of them, and every
+process of the launch carries it: that is enough to end what runs.
 """
 
 from __future__ import annotations
@@ -21,10 +18,9 @@ from typing import Any, NamedTuple
 from corral.base.errors import CorralError
 from corral.base.processes import Identity
 from corral.base.untrusted import parse_json
-from corral.deploy.deployment.diagnosis import Diagnosis, diagnose, last_lines
+from corral.deploy.deployment.diagnosis import Diagnosis, diagnose, explain_slow, last_lines
 from corral.deploy.deployment.events import Event
 from corral.deploy.deployment.folder import DeploymentFolder
-from corral.deploy.deployment.slowness import explain_slow
 from corral.deploy.deployment.state import ENDED, Reason, State
 from corral.deploy.targets.base import AgentsStatus, target_class
 
@@ -47,7 +43,7 @@ REMEDIES = {
 
 
 class StateVerdict(NamedTuple):
-    """A state with its reason, in words, and the remedy."""
+    """A state with its reason, a text, and the remedy."""
 
     state: State
     reason: Reason | None
@@ -58,7 +54,7 @@ class StateVerdict(NamedTuple):
 def verdict(
     folder: DeploymentFolder, called: str, made_by: Identity, last: Event | None, agents: AgentsStatus
 ) -> StateVerdict:
-    """What the journal says last, unless the target knows better; `made_by` is the command that makes it."""
+    """The last state of the journal, unless the target knows better; `made_by` is the command that stages it."""
     name = shlex.quote(called)
     state = State(last.get("state")) if last else State.STARTING
     reason = Reason(last.get("reason")) if last and last.get("reason") else None
@@ -73,8 +69,8 @@ def verdict(
     elif state not in ENDED and _heartbeat_age_s(folder) > SILENT_S:
         state, text = State.UNKNOWN, f"its agent on {agents.where} has written nothing for {SILENT_S:.0f} s"
     if state is State.FAILED and reason is Reason.ENGINE_EXITED and last:
-        found = _diagnosis(folder, last, name)
-        reason, text, remedy = found.reason, found.cause, found.remedy
+        diagnosis = _diagnosis(folder, last, name)
+        reason, text, remedy = diagnosis.reason, diagnosis.cause, diagnosis.remedy
     elif state is State.FAILED and last and reason in (Reason.NOT_ADVANCING, Reason.STALLED):
         text, remedy = _why_slow(last, text, name)
     elif state is State.FAILED and not remedy:
@@ -83,7 +79,7 @@ def verdict(
 
 
 def _staged(made_by: Identity) -> StateVerdict:
-    """A deployment whose agent was not started yet lives and dies with the command that makes it."""
+    """A deployment without an agent yet ends with the command that stages it."""
     if not made_by.is_here():
         return StateVerdict(State.UNKNOWN, None, f"being made by a command on {made_by.host}; look from there", "")
     if not made_by.is_gone():
@@ -97,14 +93,14 @@ def _lost(machine_restarted: bool, name: str) -> StateVerdict:
     if machine_restarted:
         text = "the machine was restarted"
         return StateVerdict(State.STOPPED, Reason.MACHINE_RESTARTED, text, "Start it again with `corral up`.")
-    text = "its agent is gone without a word: it was killed together with its supervisor"
+    text = "its agent disappeared without writing why: it was killed together with its supervisor"
     remedy = f"Run `corral down {name}` to clear what is left, then `corral up`."
     return StateVerdict(State.FAILED, Reason.AGENT_KILLED, text, remedy)
 
 
 def _heartbeat_age_s(folder: DeploymentFolder) -> float:
     head = folder.rank(0)
-    for file in (head.heartbeat, head.agent):  # a new agent has not beaten yet
+    for file in (head.heartbeat, head.agent):  # a new agent has written no heartbeat yet
         with contextlib.suppress(OSError):
             return time.time() - file.stat().st_mtime
     return 1e9
@@ -115,7 +111,7 @@ def _diagnosis(folder: DeploymentFolder, last: Event, name: str) -> Diagnosis:
         return Diagnosis(Reason.ENGINE_EXITED, str(last.get("text")), WHOLE_LOG.format(name=name))
     failed = int(last.get("failed_rank", 0))
     lines = last_lines(folder.rank(failed).log, 200, int(last.get("log_from", 0)))
-    found = diagnose(
+    diagnosis = diagnose(
         lines,
         last.get("exit_code"),
         last.get("signal"),
@@ -125,17 +121,17 @@ def _diagnosis(folder: DeploymentFolder, last: Event, name: str) -> Diagnosis:
         name,
     )
     node = last.get("node")  # where there are several
-    return replace(found, cause=f"rank {failed} on {node}: {found.cause}") if node else found
+    return replace(diagnosis, cause=f"rank {failed} on {node}: {diagnosis.cause}") if node else diagnosis
 
 
 def _why_slow(last: Event, text: str, name: str) -> tuple[str, str]:
-    """Why a start did not get on, as far as the engine's lines tell, and what to do."""
+    """Why a start did not advance, as far as the engine's lines show, and what to do."""
     line = str(last.get("line") or "")
-    said = f"{text}; the engine's last words: {line.rstrip('.')}" if line else text
-    found = explain_slow([*last.get("lines", ()), line], name)
-    if found is None:
-        return said, REMEDIES[Reason(last.get("reason"))].format(name=name)
-    return f"{said}; likely {found.cause}", found.remedy
+    text = f"{text}; the engine's last line: {line.rstrip('.')}" if line else text
+    why = explain_slow([*last.get("lines", ()), line], name)
+    if why is None:
+        return text, REMEDIES[Reason(last.get("reason"))].format(name=name)
+    return f"{text}; likely {why.cause}", why.remedy
 
 
 _LAUNCH_ID = re.compile(rb'"launch_id"\s*:\s*"([A-Za-z0-9_.-]{1,100})"')
@@ -145,7 +141,7 @@ _MOST_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class Traces:
-    """What was found; empty where no file tells it."""
+    """What the files of a deployment still say; empty where none does."""
 
     launch_id: str = ""
     target: str = ""
@@ -154,13 +150,13 @@ class Traces:
 
     @property
     def hosts(self) -> dict[str, Any]:
-        """What makes a target that names its nodes, where only the launch tells them."""
+        """Options of a target that names its nodes, where only the launch has them."""
         known = self.target and self.nodes and "hosts" in target_class(self.target).REQUIRED
         return {"hosts": list(self.nodes)} if known else {}
 
 
 def traces_of(folder: DeploymentFolder) -> Traces:
-    """What the record, the launch and the ranks' own files tell together, each as far as it can be read."""
+    """What the record, the launch and the ranks' files say together, each as far as it can be read."""
     files = [folder.record, folder.launch, *(rank.spec for rank in folder.ranks())]
     texts = [_bytes(path) for path in files]
     record, launch = _object(texts[0]), _object(texts[1])
@@ -182,12 +178,11 @@ def _bytes(path: Path) -> bytes:
 
 def _object(text: bytes) -> dict[str, Any]:
     with contextlib.suppress(CorralError):
-        found = parse_json(text, "x")
-        return found if isinstance(found, dict) else {}
+        body = parse_json(text, "x")
+        return body if isinstance(body, dict) else {}
     return {}
 
 
 def _first(wanted: re.Pattern[bytes], texts: list[bytes]) -> str:
-    """Read from the text, not from JSON: half a file still tells it."""
-    found = (match[1].decode() for text in texts if (match := wanted.search(text)))
-    return next(found, "")
+    """The first match, read from text and not from JSON: half a file still has it."""
+    return next((match[1].decode() for text in texts if (match := wanted.search(text))), "")

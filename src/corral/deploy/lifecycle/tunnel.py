@@ -1,14 +1,11 @@
 """Bringing an endpoint to this machine: a background process that holds a port, and an ssh forward behind it.
 
-The near end's port is part of the deployment's endpoint, so it never changes while the deployment lives, whatever
-happens to the connection, and the process never lets go of it (`near_end`). It ends by itself when the deployment has
-ended or another process took its place.
+The port is part of the deployment's endpoint, so it never changes while the deployment runs. The process holds it for
+the tunnel's whole life, whatever happens to ssh: no other user of the machine can take it between two connections and
+receive a key. It ends by itself when the deployment has ended or another process took its place.
 
-The near end of a tunnel: a port of this machine that Corral holds itself, whatever happens to ssh.
-
-ssh listens on a socket file in a folder that only this user can enter, and comes and goes with the connection. The
-port is held for the tunnel's whole life, so no other user of the machine can take it between two connections and be
-given a key. While ssh is away, connections to the port are closed at once: their request has gone nowhere.
+ssh listens on a socket file in a folder that only this user can enter, and comes and goes with the connection. While
+ssh is not connected, connections to the port are reset at once: the client knows that its request was not sent.
 """
 
 from __future__ import annotations
@@ -38,7 +35,7 @@ from corral.base.processes import Identity, own_identity, port_refused, terminat
 from corral.base.record import dump_json, load_json
 from corral.base.ssh import socket_folder
 from corral.client.fanout import backoff_s
-from corral.deploy.deployment.events import read_events
+from corral.deploy.deployment.events import last_state
 from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.deployment.state import ENDED
 from corral.deploy.lifecycle.deployments import Record, target_of
@@ -46,7 +43,7 @@ from corral.node.processes import end_with_parent
 
 
 class NearEnd:
-    """Passes on what comes to a port, in both directions, from a thread of its own."""
+    """Relays connections to a port to ssh's socket, in both directions, from a thread of its own."""
 
     def __init__(self, port: int, far: Path) -> None:
         self._listener = socket.create_server(("127.0.0.1", port), backlog=1024)
@@ -91,7 +88,7 @@ class _End(asyncio.Protocol):
         self._ends = ends
         self.transport: asyncio.Transport | None = None
         self.other: _End | None = None
-        self.ended = False  # it will say nothing more
+        self.ended = False  # it will send nothing more
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._ends.add(self)
@@ -127,7 +124,7 @@ class _End(asyncio.Protocol):
 
 
 class _Near(_End):
-    """The side of a client: nothing is read of it before ssh has taken the connection."""
+    """The client's side: nothing is read from it before ssh has accepted the connection."""
 
     def __init__(self, far: str, ends: set[_End]) -> None:
         super().__init__(ends)
@@ -156,7 +153,7 @@ class _Near(_End):
 
 
 def _reset(transport: asyncio.Transport) -> None:
-    """Close a connection so that the client sees that it was refused, and not that an answer ended."""
+    """Close a connection so that the client sees a refusal, not the end of an answer."""
     with contextlib.suppress(OSError):
         connection: socket.socket = transport.get_extra_info("socket")
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -165,7 +162,7 @@ def _reset(transport: asyncio.Transport) -> None:
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.4, 10.0
 OPEN_S = 20.0
-TOLD_S = 2.0  # after which whoever has the port has said so
+RECORD_S = 2.0  # within which a process that holds the port has written its record
 
 
 def needs_tunnel(folder: DeploymentFolder) -> bool:
@@ -209,15 +206,15 @@ def ensure_tunnel(folder: DeploymentFolder) -> None:
     if opened(folder, lambda: process.poll() is not None):
         return
     lines = folder.tunnel_log.read_text(errors="replace").strip().splitlines()
-    words = [line.removeprefix("corral: ") for line in lines if not line.lstrip().startswith("→")]  # no remedies
-    said = words[-1] if words else "ssh said nothing"
+    messages = [line.removeprefix("corral: ") for line in lines if not line.lstrip().startswith("→")]  # no remedies
+    last = messages[-1] if messages else "ssh said nothing"
     raise UnreachableError(
-        f"the tunnel to {folder.name!r} did not open: {said}", f"`corral tunnel {folder.name}` shows why."
+        f"the tunnel to {folder.name!r} did not open: {last}", f"`corral tunnel {folder.name}` shows why."
     )
 
 
 def opened(folder: DeploymentFolder, has_ended: Callable[[], bool]) -> bool:
-    """Wait for the tunnel: that of a process that may end, or of another that took the port a moment before it."""
+    """Wait for the tunnel of a process that may end, or of another that took the port just before it."""
     now = time.monotonic()
     deadline, ended_s = now + OPEN_S, math.inf
     while now < deadline:
@@ -225,7 +222,7 @@ def opened(folder: DeploymentFolder, has_ended: Callable[[], bool]) -> bool:
             return True
         if ended_s == math.inf and has_ended():
             ended_s = now
-        if now - ended_s > TOLD_S and tunnel_holder(folder) is None:
+        if now - ended_s > RECORD_S and tunnel_holder(folder) is None:
             return False
         time.sleep(0.1)
         now = time.monotonic()
@@ -250,7 +247,7 @@ def hold_tunnel(folder: DeploymentFolder, say: Callable[[str], None]) -> None:
         say("no tunnel is needed: the endpoint can be reached from here")
         return
     near = near_socket()
-    with near_end(forward.port, near):  # before anybody is told of it: two at once are one and a refusal
+    with near_end(forward.port, near):  # before the record is written: of two at once, one is refused
         write_atomic(folder.tunnel, dump_json(HeldTunnel(own_identity(), str(near))))
         mine = folder.tunnel.read_text()
         hold_forward(forward.command(near), say, lambda: _wanted(folder, mine))
@@ -265,7 +262,7 @@ def near_socket() -> Path:
 
 @contextlib.contextmanager
 def near_end(port: int, near: Path) -> Iterator[NearEnd]:
-    """The port, held; and no socket file left behind."""
+    """Hold the port; leaves no socket file behind."""
     try:
         held = NearEnd(port, near)
     except OSError as error:
@@ -286,35 +283,32 @@ def hold_forward(
 ) -> None:
     """Run ssh while it is wanted, again whenever it ends; the pauses grow while it ends soon.
 
-    `refused` is called when ssh says that it could not pass a connection on: nobody listens at the far end.
+    `refused` is called when ssh reports a connection that it could not forward: nobody listens at the far end.
     """
     failures = 0
     with terminated_as_interrupted():  # so that ssh never outlives it
         while wanted():
-            began, heard = time.monotonic(), 0
+            began, reported = time.monotonic(), 0
             with _forwarding(command) as process:
                 while process.ssh.poll() is None and wanted():
                     time.sleep(0.5)
-                    if (size := process.said_bytes()) > heard:
-                        heard = size
+                    if (size := os.fstat(process.log).st_size) > reported:
+                        reported = size
                         refused()
             if wanted():
                 failures = 0 if time.monotonic() - began > 30 else failures + 1
                 pause = backoff_s(failures, FIRST_PAUSE_S, LONGEST_PAUSE_S)
-                say(f"the connection ended ({process.last_words}); again in {pause:.1f} s")
+                say(f"the connection ended ({process.last_line}); again in {pause:.1f} s")
                 time.sleep(pause)
 
 
 @dataclass
 class _Forwarding:
-    """ssh while it forwards, and what it says; that goes to a file, because a full pipe would stop it."""
+    """ssh while it forwards, and its messages; these go to a file, because a full pipe would stop it."""
 
     ssh: subprocess.Popen[bytes]
     log: int  # the file's descriptor
-    last_words: str = "no word"
-
-    def said_bytes(self) -> int:
-        return os.fstat(self.log).st_size
+    last_line: str = "no message"
 
 
 @contextlib.contextmanager
@@ -326,19 +320,19 @@ def _forwarding(command: Sequence[str]) -> Iterator[_Forwarding]:
             stderr=log,
             preexec_fn=partial(_not_outliving, os.getpid()),
         )
-        found = _Forwarding(process, log.fileno())
+        forwarding = _Forwarding(process, log.fileno())
         try:
-            yield found
+            yield forwarding
         finally:
             process.terminate()
             process.wait()
             log.seek(max(0, log.seek(0, os.SEEK_END) - 2000))
             lines = log.read().decode("utf-8", "replace").strip().splitlines()
-            found.last_words = lines[-1] if lines else "no word"
+            forwarding.last_line = lines[-1] if lines else "no message"
 
 
 def _not_outliving(parent: int) -> None:
-    """In the new process: end with the tunnel, also when that is killed, or was before this was said."""
+    """In the new process: end with the tunnel, also when the tunnel is killed, or was killed before this call."""
     end_with_parent()
     if os.getppid() != parent:
         os._exit(1)
@@ -351,8 +345,8 @@ def _wanted(folder: DeploymentFolder, mine: str) -> bool:
             return False
     except OSError:
         return False
-    states = [event.get("state") for event in read_events(folder.rank(0).events) if event.kind == "state"]
-    return not states or states[-1] not in ENDED
+    last = last_state(folder.rank(0).events)
+    return last is None or last.get("state") not in ENDED
 
 
 def close_tunnel(folder: DeploymentFolder) -> None:

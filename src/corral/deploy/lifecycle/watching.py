@@ -1,7 +1,4 @@
-"""Following a start until it is ready: what happens, how long that usually takes, what is wrong when it does not.
-
-A start as lines on stderr, for programs that start a model from Python.
-"""
+"""Following a start until it is ready: what happens, how long it usually takes, and why it is slow."""
 
 from __future__ import annotations
 
@@ -17,9 +14,9 @@ from corral.base.files import write_atomic
 from corral.base.home import home_dir
 from corral.base.record import dump_json, load_json
 from corral.base.wording import duration
+from corral.deploy.deployment.diagnosis import explain_slow
 from corral.deploy.deployment.events import Event, read_events
 from corral.deploy.deployment.folder import DeploymentFolder
-from corral.deploy.deployment.slowness import explain_slow
 from corral.deploy.deployment.start_times import Expected, Phase, durations, expected_of, remember_start
 from corral.deploy.deployment.state import Reason, State
 from corral.deploy.lifecycle import deployments
@@ -30,7 +27,7 @@ from corral.plan.measured import read_log, reconcile
 
 
 class Lines:
-    """Tells on stderr what `up` is doing, a line for each phase."""
+    """Reports a start on stderr, a line for each phase: for programs that start a model from Python."""
 
     def __init__(self, quiet: bool) -> None:
         self._quiet, self._began, self._phase = quiet, time.monotonic(), ""
@@ -53,25 +50,25 @@ class Lines:
 
 
 class Reporter(Protocol):
-    """Somebody who is told what is happening."""
+    """Shows a start to the user."""
 
     def phase(self, name: str, expected: Expected | None = None) -> None:
         """A new phase begins; how long it usually takes, where that is known."""
 
     def detail(self, text: str, done: int = 0, total: int = 0, news: bool = False) -> None:
-        """How far the phase is; `news` is worth a line of its own where there are only lines."""
+        """Progress of the phase; `news` gets a line of its own on a screen that only has lines."""
 
     def note(self, text: str) -> None:
-        """Something worth knowing that does not stop anything."""
+        """A note that does not stop the start."""
 
 
 def wait_ready(folder: DeploymentFolder, report: Reporter) -> deployments.Status:
-    """Follow a deployment until it is ready; raise its reason when it ends instead, or can never start."""
+    """Follow a deployment until it is ready; raise the reason when it ends instead, or can never start."""
     final: deployments.Status | None = None
     expected = expected_of(folder)
     for item in deployments.watch(folder):
         if isinstance(item, Event):
-            _tell(item, report, expected, shlex.quote(folder.name))
+            _show(item, report, expected, shlex.quote(folder.name))
         else:
             final = item
     assert final is not None
@@ -95,7 +92,7 @@ def wait_ready(folder: DeploymentFolder, report: Reporter) -> deployments.Status
 
 
 def learn_from(folder: DeploymentFolder) -> None:
-    """Hold the plan against what the engine reported, once per deployment, and keep the lesson for later plans."""
+    """Compare the plan with what the engine reported, once per deployment; later plans use the difference."""
     if folder.differences.exists() or not folder.plan.is_file():
         return
     if kind := load_json(deployments.Record, folder.record).kind:
@@ -107,7 +104,7 @@ def learn_from(folder: DeploymentFolder) -> None:
     calibration.append_lesson(home_dir(), differences)
 
 
-def _tell(event: Event, report: Reporter, expected: Mapping[str, Expected], name: str) -> None:
+def _show(event: Event, report: Reporter, expected: Mapping[str, Expected], name: str) -> None:
     if event.kind == "state" and event.get("state") in (State.STARTING, State.LOADING):
         report.phase(str(event.get("state")), expected.get(str(event.get("state"))))
     elif event.kind == "phase":
@@ -116,7 +113,7 @@ def _tell(event: Event, report: Reporter, expected: Mapping[str, Expected], name
             report.detail("", int(event.get("done", 0)), int(event.get("total")))
     elif event.kind == "observed" and (text := _observed_text(event.details)):
         report.detail(text)
-    elif event.kind == "standing":
+    elif event.kind == "status":
         report.phase(str(event.get("state")))
         report.detail(str(event.get("text")), news=True)
     elif event.kind == "slow":
@@ -127,18 +124,18 @@ def _tell(event: Event, report: Reporter, expected: Mapping[str, Expected], name
 
 
 def slow_text(details: Mapping[str, Any], expected: Mapping[str, Expected], name: str) -> str:
-    """A phase that lasts too long, in words: how long, what the engine said last, what is likely wrong."""
+    """A note on a phase that lasts too long: how long, the engine's last line, and what is likely wrong."""
     phase, line = str(details.get("phase")), str(details.get("line") or "")
     usual = expected.get(phase) or Expected(float(details.get("usual_s") or 0))
-    words = [f"{phase} has lasted {duration(float(details.get('lasted_s') or 0))} ({usual.text})."]
+    parts = [f"{phase} has lasted {duration(float(details.get('lasted_s') or 0))} ({usual.text})."]
     if line:
-        words.append(f"The engine's last words: {line.rstrip('.')}.")
+        parts.append(f"The engine's last line: {line.rstrip('.')}.")
     if why := explain_slow([*details.get("lines", ()), line], name, phase):
-        words.append(f"Likely: {why.cause}. {why.remedy}")
-    return " ".join(words)
+        parts.append(f"Likely: {why.cause}. {why.remedy}")
+    return " ".join(parts)
 
 
-OBSERVED_WORDS = {
+OBSERVED_TEXTS = {
     "weights_gib": "weights {} GiB",
     "load_s": "loaded in {} s",
     "compile_s": "compiled in {} s",
@@ -148,4 +145,4 @@ OBSERVED_WORDS = {
 
 
 def _observed_text(values: Mapping[str, Any]) -> str:
-    return ", ".join(words.format(values[name]) for name, words in OBSERVED_WORDS.items() if name in values)
+    return ", ".join(text.format(values[name]) for name, text in OBSERVED_TEXTS.items() if name in values)

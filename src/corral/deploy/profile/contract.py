@@ -1,8 +1,8 @@
 """The keys of a profile: a tree of frozen dataclasses, one per table, each key with its meaning and its check.
 
-A table that belongs to a target is declared in that
-target's file. The tree is the only list of keys: reading, `corral profile show` and docs/profiles.md follow it. None
-means: not said, so that whoever comes later decides. What `[runtime]` holds beside its name belongs to the runtime.
+A table that belongs to a target is declared in that target's file. The tree is the only list of keys: reading,
+`corral profile show` and docs/profiles.md follow it. None means: not set, and a later layer decides. What `[runtime]`
+holds beside its name belongs to the runtime.
 """
 
 from __future__ import annotations
@@ -54,30 +54,32 @@ class LinkKeys:
 class EngineKeys:
     """[engine]: what vLLM gets beside the plan."""
 
-    env: Mapping[str, str] = key("environment variables of the engine", {}, variables)
-    args: tuple[str, ...] = key("arguments of `vllm serve`, as after `--`", ())
+    env: Mapping[str, str] = key("environment variables of the engine", {}, variables, {"VLLM_LOGGING_LEVEL": "INFO"})
+    args: tuple[str, ...] = key("arguments of `vllm serve`, as after `--`", (), sample=["--enforce-eager"])
 
 
 @dataclass(frozen=True)
 class DefaultsKeys:
     """[defaults]: what `corral up` and `corral plan` do unless told otherwise."""
 
-    model: str | None = key("the model when none is named")
-    context: int | None = key("`--context`", None, at_least(1), read=TOKENS)
-    concurrency: int | None = key("`--concurrency`", None, at_least(1))
-    goal: str | None = key("`--goal`", None, one_of("balanced", "latency", "throughput"))
-    set: Mapping[str, str | int | float | bool] = key("`--set`: fields of the plan, as `{tensor = 16}`", {})
-    restart: int | None = key("`--restart`", None, at_least(0, 100))
-    stall: float | None = key("`--stall`, in seconds", None, at_least(10))
+    model: str | None = key("the model when none is named", sample="llama-3.1-8b-instruct")
+    context: int | None = key("`--context`", None, at_least(1), 8192, TOKENS)
+    concurrency: int | None = key("`--concurrency`", None, at_least(1), 32)
+    goal: str | None = key("`--goal`", None, one_of("balanced", "latency", "throughput"), "balanced")
+    set: Mapping[str, str | int | float | bool] = key(
+        "`--set`: fields of the plan, as `{tensor = 16}`", {}, sample={"tensor": 8}
+    )
+    restart: int | None = key("`--restart`", None, at_least(0, 100), 0)
+    stall: float | None = key("`--stall`, in seconds", None, at_least(10), 600.0)
 
 
 @dataclass(frozen=True)
 class EndpointKeys:
     """[endpoint]: where the server listens."""
 
-    bind: str | None = key("`--bind`: the address to listen on")
-    expose: bool | None = key("`--expose`: listen on the cluster's network; the key is still needed")
-    port: int | None = key("`--port`", None, at_least(1, 65535))
+    bind: str | None = key("`--bind`: the address to listen on", sample="127.0.0.1")
+    expose: bool | None = key("`--expose`: listen on the cluster's network; the key is still needed", sample=False)
+    port: int | None = key("`--port`", None, at_least(1, 65535), 8000)
 
 
 def _known_target(value: str) -> str:
@@ -102,7 +104,7 @@ class ProfileSettings:
     limits: LimitKeys = field(default_factory=LimitKeys)
 
     def table(self, name: str) -> Any:
-        """A table by its name; the top itself by none."""
+        """A table by its name; the top level by the empty one."""
         tables = target_tables()
         if name in tables:
             return self.targets.get(name) or tables[name]()
@@ -128,20 +130,20 @@ class Key:
     takes: str
     doc: str
     kind: Any
-    sample: object = None  # what stands in a draft
+    sample: object = None  # the value that a draft shows
 
     @property
     def dotted(self) -> str:
         return f"{self.table}.{self.name}" if self.table else self.name
 
 
-_WORDS = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
+_TYPES = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
 
 
 def takes(kind: Any) -> str:
-    """A type in words: `text`, `a list of text`, `a table of text`."""
-    if kind in _WORDS:
-        return _WORDS[kind]
+    """A type as the docs name it: `text`, `a list of text`, `a table of text`."""
+    if kind in _TYPES:
+        return _TYPES[kind]
     arguments = get_args(kind)
     origin = getattr(kind, "__origin__", None)
     if origin is tuple:
@@ -162,6 +164,6 @@ def all_keys(kind: type = ProfileSettings, table: str = "") -> Iterator[Key]:
             yield from all_keys(hints[entry.name], entry.name)
         else:
             read = entry.metadata.get("read")
-            words = "anything" if entry.metadata.get("rest") else read[0] if read else takes(hints[entry.name])
+            accepted = "anything" if entry.metadata.get("rest") else read[0] if read else takes(hints[entry.name])
             sample = entry.metadata.get("sample")
-            yield Key(table, entry.name, words, entry.metadata["doc"], hints[entry.name], sample)
+            yield Key(table, entry.name, accepted, entry.metadata["doc"], hints[entry.name], sample)

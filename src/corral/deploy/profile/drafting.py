@@ -1,6 +1,6 @@
-"""Writing profiles: a commented draft of every key, and single values set in a text that keeps its comments.
+"""Writing profiles: a draft with every key, and single values set in a text that keeps its comments.
 
-The line that starts a plan: made to be copied, and to start that plan and no other.
+And the command line that starts a plan: made to be copied, and to start that plan and no other.
 """
 
 from __future__ import annotations
@@ -15,24 +15,11 @@ from typing import Any
 from corral.base.errors import UsageError
 from corral.base.record import nearest
 from corral.deploy.profile.contract import Key, ProfileSettings, all_keys
-from corral.deploy.profile.merging import AskedValues, asked_of_plan
+from corral.deploy.profile.merging import PlanRequest, plan_request
 from corral.deploy.profile.profile import Profile
 from corral.deploy.profile.reading import key_lines
 from corral.deploy.targets.keys import is_placeholder, target_class, target_tables
 from corral.plan.contract import Plan
-
-SAMPLES = {  # what a reader sees in place of a value, where the type alone says too little
-    "hardware.gpus": "8xH100",
-    "hardware.nodes": 1, "hardware.link": "ib-ndr", "hardware.cpu_cores": 96, "hardware.memory_gib": 1024.0,
-    "network.interface": "bond0", "network.hca": "mlx5", "network.env": {"NCCL_DEBUG": "WARN"},
-    "storage.home": "~/.local/share/corral", "storage.models": "/shared/models", "storage.shared": True,
-    "storage.hf_home": "/shared/huggingface",
-    "engine.env": {"VLLM_LOGGING_LEVEL": "INFO"}, "engine.args": ["--enforce-eager"],
-    "defaults.model": "llama-3.1-8b-instruct", "defaults.context": 8192, "defaults.concurrency": 32,
-    "defaults.goal": "balanced", "defaults.set": {"tensor": 8}, "defaults.restart": 0, "defaults.stall": 600.0,
-    "endpoint.bind": "127.0.0.1", "endpoint.expose": False, "endpoint.port": 8000, "limits.max_nodes": 4,
-    "limits.max_gpus": 32, "limits.max_time": "12:00:00", "limits.max_jobs": 4,
-}  # fmt: skip
 
 
 def as_toml(value: object) -> str:
@@ -55,22 +42,22 @@ def _key_word(name: str) -> str:
 def parse_value(text: str) -> Any:
     """A value from a command line: as TOML reads it, or the text itself."""
     try:
-        found = tomllib.loads(f"value = {text}")
+        table = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
         return text
-    return found["value"] if len(found) == 1 else text
+    return table["value"] if len(table) == 1 else text
 
 
 def draft(values: Mapping[str, Any]) -> str:
     """A whole profile: what is known as values, every other key as a comment with its meaning."""
     target = values.get("target", "local")
-    lines = ["# A profile of Corral: `corral up MODEL --on NAME`. Keys that begin with # are not said.", ""]
+    lines = ["# A profile of Corral: `corral up MODEL --on NAME`. Keys that begin with # are not set.", ""]
     table = ""
     for key in all_keys():
-        asleep = key.table in target_tables() and key.table != target
+        commented = key.table in target_tables() and key.table != target
         if key.table != table:
             table = key.table
-            lines += ["", f"# [{table}]" if asleep else f"[{table}]"]
+            lines += ["", f"# [{table}]" if commented else f"[{table}]"]
         lines.append(_line(key, values))
     return "\n".join(lines) + "\n"
 
@@ -82,8 +69,7 @@ def _line(key: Key, values: Mapping[str, Any]) -> str:
         return "\n".join(others) or f"# {key.doc}"
     if key.name in inside:
         return f"{key.name} = {as_toml(inside[key.name])}  # {key.doc}"
-    sample = key.sample if key.sample is not None else SAMPLES.get(key.dotted)
-    shown = getattr(ProfileSettings().table(key.table), key.name) or "" if sample is None else sample
+    shown = getattr(ProfileSettings().table(key.table), key.name) or "" if key.sample is None else key.sample
     return f"# {key.name} = {as_toml(shown)}  # {key.doc}"
 
 
@@ -96,23 +82,23 @@ def with_value(text: str, dotted: str, value: Any) -> str:
         raise UsageError(f"a profile has no key {dotted!r}.", f"Did you mean {guess[0]}?" if guess else "")
     lines, where = text.splitlines(), key_lines(text)
     assignment = f"{name} = {as_toml(value)}"
-    asleep = _asleep(lines, where.get(table, 0), name)
+    commented = _commented_line(lines, where.get(table, 0), name)
     if dotted in where:
         lines[where[dotted] - 1] = assignment
-    elif asleep is not None and (not table or table in where):
-        lines[asleep] = assignment
+    elif commented is not None and (not table or table in where):
+        lines[commented] = assignment
     elif table and table not in where:
         lines += ["", f"[{table}]", assignment]
     else:
         lines.insert(where[table] if table else 0, assignment)
     made = "\n".join(lines) + "\n"
-    if _found(made, dotted) != value:
+    if _value_at(made, dotted) != value:
         raise UsageError(f"{dotted} spans several lines there and cannot be set.", "Edit the file by hand.")
     return made
 
 
-def _asleep(lines: list[str], begin: int, name: str) -> int | None:
-    """Where a table that begins at a line has the key as a comment."""
+def _commented_line(lines: list[str], begin: int, name: str) -> int | None:
+    """The line of a table, which begins at line `begin`, that has the key as a comment."""
     for number, line in enumerate(lines[begin:], begin):
         if line.lstrip("# ").startswith("["):
             return None
@@ -121,7 +107,7 @@ def _asleep(lines: list[str], begin: int, name: str) -> int | None:
     return None
 
 
-def _found(text: str, dotted: str) -> Any:
+def _value_at(text: str, dotted: str) -> Any:
     try:
         here: Any = tomllib.loads(text)
     except tomllib.TOMLDecodeError:
@@ -131,32 +117,32 @@ def _found(text: str, dotted: str) -> Any:
     return here
 
 
-def up_command(plan: Plan, model: str, asked: AskedValues, profile: Profile | None = None, replicas: int = 1) -> str:
-    """`corral up …`: the profile, its open values, and every value that differs from what it says by itself.
+def up_command(plan: Plan, model: str, asked: PlanRequest, profile: Profile | None = None, replicas: int = 1) -> str:
+    """`corral up …`: the profile, its open values, and every value that differs from the profile's own.
 
     Without a profile, a layout for hardware elsewhere is pinned, so that it stays as planned.
     """
     profile = profile or Profile()
-    own = asked_of_plan(profile, {})
-    words = ["corral", "up", *([] if model == profile.settings.defaults.model else [model])]
-    words += ["--on", profile.name, *_open_values(plan, profile)] if profile.name else []
-    words += ["--replicas", str(replicas)] if replicas > 1 else []
+    own = plan_request(profile, {})
+    argv = ["corral", "up", *([] if model == profile.settings.defaults.model else [model])]
+    argv += ["--on", profile.name, *_open_values(plan, profile)] if profile.name else []
+    argv += ["--replicas", str(replicas)] if replicas > 1 else []
     if plan.max_model_len != own.goal.get("context"):
-        words += ["--context", str(plan.max_model_len)]
+        argv += ["--context", str(plan.max_model_len)]
     if plan.goal.concurrency and plan.goal.concurrency != own.goal.get("concurrency"):
-        words += ["--concurrency", str(plan.goal.concurrency)]
+        argv += ["--concurrency", str(plan.goal.concurrency)]
     if plan.goal.goal != own.goal.get("goal", "balanced"):
-        words += ["--goal", plan.goal.goal]
+        argv += ["--goal", plan.goal.goal]
     for name, value in _pinned(plan, asked).items():
         if str(own.fixed.get(name)) != str(value):
-            words += ["--set", f"{name}={value}"]
+            argv += ["--set", f"{name}={value}"]
     if asked.link != own.link:
-        words += ["--link", asked.link]
-    rest = asked.rest[len(own.rest) :]  # what the profile says comes first
-    return shlex.join([*words, *(["--", *rest] if rest else [])])
+        argv += ["--link", asked.link]
+    rest = asked.rest[len(own.rest) :]  # the profile's arguments come first
+    return shlex.join([*argv, *(["--", *rest] if rest else [])])
 
 
-def _pinned(plan: Plan, asked: AskedValues) -> dict[str, object]:
+def _pinned(plan: Plan, asked: PlanRequest) -> dict[str, object]:
     pinned = {name: value for name, value in asked.fixed.items() if name != "max_model_len"}
     if plan.inventory.source == "named" and plan.inventory.gpu:
         p = plan.parallel
@@ -167,20 +153,20 @@ def _pinned(plan: Plan, asked: AskedValues) -> dict[str, object]:
 
 
 def _open_values(plan: Plan, profile: Profile) -> list[str]:
-    """Options for what a profile leaves to its user, in capitals, and the nodes where they differ."""
-    words: list[str] = []
-    declared, said = target_class(profile.target), profile.target_options
-    for flag in declared.FLAGS:
-        if flag.option in declared.REQUIRED and flag.option not in said:
-            words += [flag.name, ",".join(f"HOST{number + 1}" for number in range(plan.inventory.nodes))]
-        elif is_placeholder(said.get(flag.option)):
-            words += [flag.name, flag.option.upper()]
+    """Options for the values that a profile leaves open, in capitals, and the nodes where they differ."""
+    argv: list[str] = []
+    target, options = target_class(profile.target), profile.target_options
+    for flag in target.FLAGS:
+        if flag.option in target.REQUIRED and flag.option not in options:
+            argv += [flag.name, ",".join(f"HOST{number + 1}" for number in range(plan.inventory.nodes))]
+        elif is_placeholder(options.get(flag.option)):
+            argv += [flag.name, flag.option.upper()]
         elif flag.option == "nodes" and plan.inventory.nodes != profile.nodes:
-            words += [flag.name, str(plan.inventory.nodes)]
-    return words
+            argv += [flag.name, str(plan.inventory.nodes)]
+    return argv
 
 
 def vllm_command(plan: Plan, more: Sequence[str] = ()) -> str:
-    """The same by hand: `vllm serve` with everything the plan decides."""
+    """The same launch by hand: `vllm serve` with everything the plan decides."""
     environment = [f"{name}={value}" for name, value in plan.engine_env.items()]
     return shlex.join([*environment, "vllm", "serve", plan.checkpoint, *plan.engine_args, *more])

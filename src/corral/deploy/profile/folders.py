@@ -68,17 +68,17 @@ def find(name: str) -> list[ProfileFile]:
     check_name(name)
     user = [ProfileFile("user", user_folder() / f"{name}.toml")]
     project = [ProfileFile("project", folder / f"{name}.toml") for folder in project_folders()]
-    found = [file for file in user if _exists(file.path)]
-    found += [file for file in project if _exists(file.path)][:1]
+    files = [file for file in user if _exists(file.path)]
+    files += [file for file in project if _exists(file.path)][:1]
     example = ProfileFile("example", _example_folder() / f"{name}.toml")
-    if not found and _exists(example.path):
-        found = [example]
-    if not found:
+    if not files and _exists(example.path):
+        files = [example]
+    if not files:
         known = list(known_names())
         guess = nearest(name, known)
         hint = f"Did you mean {', '.join(guess)}? " if guess else ""
         raise NotFoundError(f"there is no profile {name!r}.", f"{hint}Known: {', '.join(known)}.", known=known)
-    return found
+    return files
 
 
 def example(name: str) -> Path:
@@ -100,7 +100,7 @@ def known_names() -> Iterator[str]:
 
 
 def _exists(path: Path) -> bool:
-    """Whether something is there, be it unreadable, a folder or a broken link: reading says what is wrong with it."""
+    """Whether anything is there, also what cannot be read: reading reports what is wrong with it."""
     try:
         path.lstat()
     except PermissionError:

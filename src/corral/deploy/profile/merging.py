@@ -1,12 +1,7 @@
-"""A profile and the options of one command to the keyword arguments of a request. Pure; an option given always wins.
+"""A profile and the options of one command as the keyword arguments of a request; an option that is given wins.
 
-The hardware that a plan is for: what was named, what the profile says, or this machine's own.
-
-What a profile's storage means where the command runs: models that lie there already are not fetched again.
-
-Where this machine does not see that storage (a laptop before a cluster), nothing changes.
-
-What a plan for a profile rests on: lessons and measurements for the vLLM of the profile's runtime.
+Also what follows from a profile for a plan: its hardware, its storage where this machine sees it (models that lie
+there are not fetched again), and the measurements for the vLLM of its runtime.
 """
 
 from __future__ import annotations
@@ -20,6 +15,7 @@ from typing import Any
 
 from corral.base.errors import CorralError, UsageError
 from corral.base.home import home_dir
+from corral.base.wording import time_limit_s
 from corral.deploy.profile.profile import Profile
 from corral.deploy.targets.keys import is_placeholder, target_class
 from corral.engines.settings import joined, read_back
@@ -28,17 +24,17 @@ from corral.plan.hardware.inventory import Inventory, parse_gpus, probe
 from corral.plan.measured import tuning_for
 from corral.plan.models.facts import ModelFacts
 
-# options of a command that a profile knows nothing of, or leaves to the request's own default
+# options of a command that a profile does not have
 PASSED_ON = ("name", "served_name", "flavour")
 GOAL = ("context", "concurrency", "goal")
 
-# one question with several names: a command's answer takes the place of all that a profile says
-_SAME_QUESTION = (("max_model_len", "context"), ("weights", "dtype", "quantization"))
+# one setting with several names: a command's value replaces all that a profile sets
+_SAME_SETTING = (("max_model_len", "context"), ("weights", "dtype", "quantization"))
 
 
 @dataclass(frozen=True)
-class AskedValues:
-    """What is asked of the plan: arguments of `Goal`, fields that are fixed, the link, and what is left for vLLM."""
+class PlanRequest:
+    """What is requested of the plan: arguments of `Goal`, fixed fields, the link, and arguments left for vLLM."""
 
     goal: dict[str, Any]
     fixed: dict[str, object]
@@ -47,36 +43,36 @@ class AskedValues:
 
 
 def merged(profile: Profile, flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Keyword arguments for `bringup.DeployRequest.of`, with `goal` and `patience` as those of `Goal` and `Patience`.
+    """Keyword arguments for `DeployRequest.of`, with `goal` and `patience` as those of `Goal` and `Patience`.
 
-    `flags` has the request's own names, and those of the goal and the patience; None means: not given. Their own
-    default holds where neither says anything, so that there is one place for defaults.
+    `flags` has the request's own names, and those of the goal and the patience; None means: not given. Where neither
+    sets a value, the request's default holds, so that there is one place for defaults.
     """
     from corral.deploy.deployment.state import Patience
 
     patience_names = [field.name for field in fields(Patience)]
     given = {name: value for name, value in flags.items() if value is not None}
-    known = {*PASSED_ON, *GOAL, *patience_names, *_said_by(Profile()), "extra_args", "extra_env", "fixed"}
+    known = {*PASSED_ON, *GOAL, *patience_names, *_settings_of(Profile()), "extra_args", "extra_env", "fixed"}
     if unknown := given.keys() - known:
         raise TypeError(f"a request has no {', '.join(sorted(unknown))}")
-    said = _said_by(profile)
+    base = _settings_of(profile)
     if given.get("target", profile.target) != profile.target:
-        said["target_options"] = {}
+        base["target_options"] = {}
     if given.get("runtime", profile.runtime) != profile.runtime:
-        said["runtime_options"] = {}
-    if "bind" in given or "expose" in given:  # one question with two answers: a given one takes the place of both
-        said["bind"] = said["expose"] = None
-    asked = asked_of_plan(profile, given)
-    result = {name: given.get(name, value) for name, value in said.items()}
-    result["target_options"] = {**said["target_options"], **given.get("target_options", {})}
-    result["runtime_options"] = {**said["runtime_options"], **given.get("runtime_options", {})}
+        base["runtime_options"] = {}
+    if "bind" in given or "expose" in given:  # one setting with two names: either replaces both
+        base["bind"] = base["expose"] = None
+    asked = plan_request(profile, given)
+    result = {name: given.get(name, value) for name, value in base.items()}
+    result["target_options"] = {**base["target_options"], **given.get("target_options", {})}
+    result["runtime_options"] = {**base["runtime_options"], **given.get("runtime_options", {})}
     result |= {"goal": asked.goal, "fixed": asked.fixed, "link": asked.link, "extra_args": asked.rest}
     settings = profile.settings
     result["extra_env"] = {**settings.network.env, **settings.engine.env, **given.get("extra_env", {})}
     result |= {name: given[name] for name in PASSED_ON if name in given}
     defaults = settings.defaults
-    said_patience = {"restarts": defaults.restart, "stall_s": defaults.stall}
-    patience = {name: given.get(name, said_patience.get(name)) for name in patience_names}
+    own_patience = {"restarts": defaults.restart, "stall_s": defaults.stall}
+    patience = {name: given.get(name, own_patience.get(name)) for name in patience_names}
     result["patience"] = {name: value for name, value in patience.items() if value is not None}
     result = {name: value for name, value in result.items() if value is not None}
     _refuse_unfinished(profile, result)
@@ -84,25 +80,25 @@ def merged(profile: Profile, flags: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def asked_of_plan(profile: Profile, given: Mapping[str, Any]) -> AskedValues:
-    """What a profile and a command say of the plan; `given` as for `merged`."""
+def plan_request(profile: Profile, given: Mapping[str, Any]) -> PlanRequest:
+    """What a profile and a command request of the plan; `given` as in `merged`."""
     defaults = profile.settings.defaults
-    mine, theirs = read_back(profile.settings.engine.args), read_back(given.get("extra_args", ()))
-    fixed = joined(given.get("fixed", {}), theirs)
-    answered = {*fixed, *(name for name in GOAL if given.get(name) is not None)}
-    hidden = {name for names in _SAME_QUESTION if not answered.isdisjoint(names) for name in names}
-    kept = {name: value for name, value in joined(defaults.set, mine).items() if name not in hidden}
+    own, command = read_back(profile.settings.engine.args), read_back(given.get("extra_args", ()))
+    fixed = joined(given.get("fixed", {}), command)
+    set_here = {*fixed, *(name for name in GOAL if given.get(name) is not None)}
+    hidden = {name for names in _SAME_SETTING if not set_here.isdisjoint(names) for name in names}
+    kept = {name: value for name, value in joined(defaults.set, own).items() if name not in hidden}
     goal = {name: given.get(name, getattr(defaults, name)) for name in GOAL}
     if "max_model_len" in fixed:
         goal["context"] = given.get("context")
     goal = {name: value for name, value in goal.items() if value is not None}
-    link = given.get("link") or theirs.link or mine.link or profile.link
-    return AskedValues(
-        goal, {**kept, **fixed}, link, (*mine.rest, *theirs.rest)
+    link = given.get("link") or command.link or own.link or profile.link
+    return PlanRequest(
+        goal, {**kept, **fixed}, link, (*own.rest, *command.rest)
     )  # vLLM takes the last of equal flags
 
 
-def _said_by(profile: Profile) -> dict[str, Any]:
+def _settings_of(profile: Profile) -> dict[str, Any]:
     settings = profile.settings
     return {
         "model": settings.defaults.model,
@@ -118,7 +114,7 @@ def _said_by(profile: Profile) -> dict[str, Any]:
 
 
 def _refuse_unfinished(profile: Profile, result: Mapping[str, Any]) -> None:
-    """Refuse what stands in <> still, and what the profile's target cannot do without."""
+    """Refuse values that are still in <>, and keys that the profile's target needs."""
     asked = (result["target_options"], result["runtime_options"], result.get("model"), result.get("bind"))
     open_values = [value for value in _leaves(asked) if is_placeholder(value)]
     keys = [dotted for dotted, value, _ in profile.rows() if value in open_values]
@@ -153,13 +149,11 @@ def _leaves(value: object) -> Iterator[object]:
 
 
 def _refuse_beyond_limits(profile: Profile, result: Mapping[str, Any]) -> None:
-    from corral.deploy.slurm.commands import seconds
-
     limits, size = profile.settings.limits, target_class(result["target"]).size(result["target_options"])
     for key, asked, most in (
         ("max_nodes", size.nodes, limits.max_nodes),
         ("max_gpus", size.nodes * size.gpus_per_node, limits.max_gpus),
-        ("max_time", round(size.time_s), round(seconds(limits.max_time or "0") or 0)),
+        ("max_time", round(size.time_s), round(time_limit_s(limits.max_time or "0") or 0)),
     ):
         if most and asked and asked > most:
             what = {"max_nodes": "nodes", "max_gpus": "GPUs", "max_time": "seconds"}[key]
@@ -175,7 +169,7 @@ def hardware_of_plan(profile: Profile, gpus: str | None, nodes: int | None, link
         return parse_gpus(gpus, nodes, link or "ib-ndr")
     if named := profile.inventory(nodes):
         return replace(named, link=link or named.link)
-    if profile.target != "local":
+    if not target_class(profile.target).HERE:
         raise UsageError(
             f"the profile {profile.name!r} does not say what its nodes hold.",
             'Add [hardware] gpus = "8xH100" to it, or give --gpus.',
@@ -188,7 +182,7 @@ def hardware_of_plan(profile: Profile, gpus: str | None, nodes: int | None, link
 def with_storage(
     profile: Profile, options: Mapping[str, Any], environ: MutableMapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """The options of a request, with a model that the profile's storage holds named by its folder there."""
+    """The options of a request, with the folder of a model that the profile's storage holds."""
     storage, environ = profile.settings.storage, os.environ if environ is None else environ
     hub = Path(storage.hf_home).expanduser() if storage.hf_home else None
     if hub and hub.is_dir():
@@ -206,10 +200,10 @@ def with_storage(
 def tuning_of_plan(
     profile: Profile, facts: ModelFacts, inventory: Inventory, arguments: Sequence[str] = ()
 ) -> Tuning:
-    """The numbers for the version of vLLM that the profile's runtime has, and for what vLLM's arguments bring.
+    """The measurements for the vLLM of the profile's runtime and for vLLM's arguments.
 
-    Corral's own runtime is what a profile has that says nothing, and `corral up` may be told another: for it, the
-    version is the last one seen on this hardware.
+    A profile without a runtime has Corral's own, which `corral up` may replace: the version is then the last one seen
+    on this hardware.
     """
     version = ""
     if profile.runtime != "managed":
@@ -217,6 +211,6 @@ def tuning_of_plan(
         from corral.engines.runtimes.base import NodeSide, make_runtime
 
         node = NodeSide(str(home_dir()), "cuda" if inventory.gpu else "cpu", PINNED_VERSION)
-        with contextlib.suppress(CorralError):  # whoever starts it is told what is wrong with it
+        with contextlib.suppress(CorralError):  # a start reports what is wrong with it
             version = make_runtime(profile.runtime, profile.runtime_options, node).version
     return tuning_for(facts, inventory, version, arguments, profile.runtime == "managed")

@@ -1,7 +1,6 @@
-"""A profile as its users see it: the layers of its files and the environment, resolved once.
+"""A profile: the layers of its files and the environment, resolved once.
 
-Flag > environment > project's file > user's file > default. `merged` makes of a profile and the options of a command
-the keyword arguments of a request; an option that was given always wins.
+Flag > environment > project's file > user's file > default. `merged` combines a profile and the options of a command.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from corral.deploy.profile.reading import Layer, all_wrong, build_settings, read
 from corral.deploy.targets.keys import TARGETS, is_placeholder, target_class, target_tables
 from corral.plan.hardware.inventory import GIB, Inventory, parse_gpus
 
-# variable -> the key it stands for; those of a target are declared in its file (`environment`)
+# variable -> the key it sets; those of a target are declared in its file
 _VARIABLES = {
     "CORRAL_MODEL": "defaults.model",
     "CORRAL_CONTEXT": "defaults.context",
@@ -32,19 +31,21 @@ _VARIABLES = {
     "CORRAL_BIND": "endpoint.bind",
     "CORRAL_PORT": "endpoint.port",
 }
-_OTHER_VARIABLES = ("CORRAL_HOME", "CORRAL_PROFILE", "CORRAL_PYTHON")  # that stand for no key
 
 
 def environment() -> dict[str, str]:
-    """Every variable and the key it stands for; a key of another target than the profile's does not apply."""
+    """Every variable and the key it sets; a key of another target than the profile's does not apply."""
     classes = {name: target_class(name) for name in TARGETS}
     own = {variable: f"{name}.{key}" for name, one in classes.items() for variable, key in one.VARIABLES.items()}
     return {**_VARIABLES, **own}
 
 
+_OTHER_VARIABLES = ("CORRAL_HOME", "CORRAL_PROFILE", "CORRAL_PYTHON")  # that stand for no key
+
+
 @dataclass(frozen=True)
 class Profile:
-    """Where and how to run, resolved; an empty one says nothing."""
+    """Where and how to run, resolved; an empty one sets nothing."""
 
     name: str = ""
     settings: ProfileSettings = field(default_factory=ProfileSettings)
@@ -68,7 +69,7 @@ class Profile:
 
     @property
     def nodes(self) -> int:
-        """How many nodes it speaks of."""
+        """How many nodes it names."""
         facts = self.settings.hardware
         named = parse_gpus(facts.gpus).nodes if facts.gpus else 1
         own = self.settings.own
@@ -76,7 +77,7 @@ class Profile:
 
     @property
     def target_options(self) -> dict[str, Any]:
-        """The options of its target; only what is said is in it."""
+        """The options of its target that it sets."""
         return target_class(self.target).from_profile(self.settings.own, self.settings.shared)
 
     def inventory(self, nodes: int | None = None) -> Inventory | None:
@@ -106,27 +107,27 @@ class Profile:
 
     def rows(self) -> list[tuple[str, object, str]]:
         """Every key with its value and where that comes from."""
-        found: list[tuple[str, object, str]] = []
+        rows: list[tuple[str, object, str]] = []
         for key in all_keys():
             value = getattr(self.settings.table(key.table), key.name)
-            prefix = key.table if key.dotted == "runtime.options" else key.dotted  # they stand in [runtime] itself
+            prefix = key.table if key.dotted == "runtime.options" else key.dotted  # they are in [runtime] itself
             if isinstance(value, Mapping) and (value or prefix != key.dotted):
-                found += [(f"{prefix}.{name}", item, self.origin(f"{prefix}.{name}")) for name, item in value.items()]
+                rows += [(f"{prefix}.{name}", item, self.origin(f"{prefix}.{name}")) for name, item in value.items()]
             else:
-                found.append((key.dotted, value, self.origin(key.dotted)))
-        return found
+                rows.append((key.dotted, value, self.origin(key.dotted)))
+        return rows
 
     def placeholders(self) -> list[str]:
-        """Keys whose value only the user can know, and has not said yet."""
+        """Keys whose value the user has not filled in yet."""
         return [dotted for dotted, value, _ in self.rows() if is_placeholder(value)]
 
     def missing(self) -> list[str]:
-        """Keys that its target cannot do without, and that nothing is said for."""
+        """Keys that its target needs and that are not set."""
         target_options = self.target_options
         return [f"{self.target}.{name}" for name in target_class(self.target).REQUIRED if name not in target_options]
 
     def to_fill_in(self) -> list[str]:
-        """Everything that is still to be said before it can run."""
+        """All keys that must be set before it can run."""
         return [*self.missing(), *self.placeholders()]
 
 
@@ -142,7 +143,7 @@ class Listed:
 
 
 def load_profile(name: str | None, environ: Mapping[str, str] | None = None) -> Profile:
-    """The profile of a name, with what the environment says on top; without a name, only that."""
+    """The profile of a name under the environment's values; without a name, only those."""
     environ = os.environ if environ is None else environ
     if not name and not any(one.startswith("CORRAL_") and one not in _OTHER_VARIABLES for one in environ):
         return Profile()  # without loading every target for its variables
@@ -152,19 +153,19 @@ def load_profile(name: str | None, environ: Mapping[str, str] | None = None) -> 
 
 def all_profiles() -> list[Listed]:
     """Every profile there is, broken ones with their error."""
-    found = []
+    listed = []
     for name in folders.known_names():
         files = folders.find(name)
         kinds, path = tuple(file.kind for file in reversed(files)), files[-1].path
         try:
-            found.append(Listed(name, kinds, path, load_profile(name, {})))
+            listed.append(Listed(name, kinds, path, load_profile(name, {})))
         except CorralError as error:
-            found.append(Listed(name, kinds, path, error=error))
-    return found
+            listed.append(Listed(name, kinds, path, error=error))
+    return listed
 
 
 def assemble(name: str, layers: Iterable[Layer], environ: Mapping[str, str]) -> Profile:
-    """Layers, the strongest last, made one and checked as a whole."""
+    """Combine layers, the strongest last, and check the whole."""
     stack: list[Layer] = []
     for layer in layers:
         stack = [*(_yielding(below, layer) for below in stack), layer]
@@ -183,7 +184,7 @@ def assemble(name: str, layers: Iterable[Layer], environ: Mapping[str, str]) -> 
 
 
 def _yielding(below: Layer, above: Layer) -> Layer:
-    """A lower layer without what another choice above makes meaningless: options of another runtime or target."""
+    """A lower layer without the options of a runtime or target that a higher one replaces."""
     values = dict(below.values)
     chosen = above.values.get("runtime", {}).get("name")
     if chosen is not None and chosen != values.get("runtime", {}).get("name", "managed"):
@@ -197,8 +198,8 @@ def _yielding(below: Layer, above: Layer) -> Layer:
 def _laid_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     laid = dict(below)
     for name, value in above.items():
-        both = isinstance(value, Mapping) and isinstance(below.get(name), Mapping)
-        laid[name] = _laid_over(below[name], value) if both else value
+        nested = isinstance(value, Mapping) and isinstance(below.get(name), Mapping)
+        laid[name] = _laid_over(below[name], value) if nested else value
     return laid
 
 
@@ -216,7 +217,7 @@ def _environment_layer(environ: Mapping[str, str], target: str) -> Layer | None:
 
 
 def _typed(text: str, takes: str) -> object:
-    """Text of the environment as a TOML file would hold it; what is not a number stays text, and is refused."""
+    """Text of the environment as a TOML file would hold it; what is not a number stays text, and is refused later."""
     if takes.startswith("a list"):
         return [part.strip() for part in text.split(",") if part.strip()]
     try:
@@ -226,7 +227,7 @@ def _typed(text: str, takes: str) -> object:
 
 
 def _completed(profile: Profile) -> Profile:
-    """With what the table of its target names brought in: the hosts of a hosts file."""
+    """With what the table of its target refers to: the hosts of a hosts file."""
     own, name = profile.settings.own, profile.target
     if own is None:
         return profile
@@ -244,7 +245,7 @@ def _completed(profile: Profile) -> Profile:
 
 
 def _check_whole(profile: Profile) -> None:
-    """What no single key shows: tables of another target, and numbers that contradict each other."""
+    """Check what no single key shows: tables of another target, and values that contradict each other."""
     with all_wrong() as wrong:
         wrong.extend(_contradictions(profile))
 

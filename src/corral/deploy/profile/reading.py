@@ -1,4 +1,6 @@
-"""A profile's text to its keys, strictly: an unknown key, a wrong type or an impossible value names its line."""
+"""Reading a profile's text, strictly: the error for an unknown key, a wrong type or an impossible value names its
+line.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,14 @@ from corral.base.record import nearest
 from corral.deploy.profile.contract import ProfileSettings, all_keys, takes
 from corral.deploy.targets.keys import target_tables
 
-MOST_BYTES = 256 * 1024  # the largest profile anybody writes by hand is a hundredth of this
+MOST_BYTES = 256 * 1024  # a hundred times the largest profile that people write
 _HEADER = re.compile(r"^\s*\[\s*([A-Za-z0-9_.\"'\s-]+?)\s*\]\s*(?:#.*)?$")
 _ASSIGNMENT = re.compile(r"^\s*([A-Za-z0-9_-]+(?:\s*\.\s*[A-Za-z0-9_-]+)*)\s*=")
 
 
 @dataclass(frozen=True)
 class Layer:
-    """Values from one source, and where in it each key stands."""
+    """Values from one source, and where in it each key is."""
 
     kind: str  # example | user | project | environment
     label: str  # a path, or "the environment"
@@ -31,7 +33,7 @@ class Layer:
     origins: Mapping[str, str] = field(default_factory=dict)  # dotted key -> "FILE:LINE" or a variable's name
 
     def at(self, dotted: str) -> str:
-        """Where a key stands, or of the nearest table around it."""
+        """Where a key is, or the nearest table around it."""
         while dotted:
             if dotted in self.origins:
                 return self.origins[dotted]
@@ -61,14 +63,14 @@ def parse(text: str, label: str, kind: str = "user") -> Layer:
 
 
 def read_text(path: Path) -> str:
-    """A small text file, whatever may lie there instead."""
+    """The text of a small file; refuses anything else at that path."""
     try:
-        found = path.stat()
-        if not stat.S_ISREG(found.st_mode):
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
             raise DataError(f"{path} is not a file.", "Move it away.")
-        if found.st_size > MOST_BYTES:
-            said = f"{path} has {found.st_size:,} bytes; {MOST_BYTES:,} are read at most."
-            raise DataError(said, "Check that it is the right file.")
+        if status.st_size > MOST_BYTES:
+            text = f"{path} has {status.st_size:,} bytes; {MOST_BYTES:,} are read at most."
+            raise DataError(text, "Check that it is the right file.")
         return path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
@@ -81,20 +83,20 @@ def read_text(path: Path) -> str:
 
 def key_lines(text: str) -> dict[str, int]:
     """Dotted key -> line. Reads only what profiles look like; a key it misses is reported with its table's line."""
-    found: dict[str, int] = {}
+    lines: dict[str, int] = {}
     table = ""
     for number, line in enumerate(text.splitlines(), 1):
         if header := _HEADER.match(line):
             table = re.sub(r"[\s\"']", "", header[1])
-            found.setdefault(table, number)
+            lines.setdefault(table, number)
         elif assignment := _ASSIGNMENT.match(line):
             name = re.sub(r"\s", "", assignment[1])
-            found.setdefault(f"{table}.{name}" if table else name, number)
-    return found
+            lines.setdefault(f"{table}.{name}" if table else name, number)
+    return lines
 
 
 def build_settings(values: Mapping[str, Any], layer: Layer) -> ProfileSettings:
-    """A whole profile from its values; tables that belong to a target are built by what that declares."""
+    """A whole profile from its values; a target declares its own table."""
     tables = target_tables()
     made: dict[str, Any] = {}
     settings: ProfileSettings = ProfileSettings()
@@ -137,7 +139,7 @@ def build(kind: Any, data: Any, layer: Layer, where: str = "") -> Any:
 
 
 def _read(how: tuple[str, Callable[[str], Any]] | None, value: Any, dotted: str, layer: Layer) -> Any:
-    """The value of a text such as "32k", for a key that takes one."""
+    """The value of a text such as "32k", for a key that may be text."""
     if how is None or not isinstance(value, str):
         return value
     try:
@@ -156,7 +158,7 @@ def _checked(kind: Any, check: Callable[[Any], str] | None, value: Any, dotted: 
 
 @contextlib.contextmanager
 def all_wrong() -> Iterator[list[DataError]]:
-    """A list for all that is wrong; at the end the first is raised, with the others in its details."""
+    """Collect errors; at the end the first is raised, with the others in its details."""
     wrong: list[DataError] = []
     yield wrong
     if not wrong:
@@ -170,7 +172,7 @@ def all_wrong() -> Iterator[list[DataError]]:
 
 @contextlib.contextmanager
 def kept_in(wrong: list[DataError]) -> Iterator[None]:
-    """What is wrong inside is told later, with the rest."""
+    """Collect an error inside instead of raising it."""
     try:
         yield
     except DataError as error:

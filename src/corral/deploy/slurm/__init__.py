@@ -1,1 +1,1 @@
-"""SLURM as Corral needs it: its commands, its states in words, what a cluster has, the batch script."""
+"""SLURM as Corral uses it: commands, options, states, what a cluster has, and the batch script."""

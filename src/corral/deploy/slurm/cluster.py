@@ -9,14 +9,16 @@ import re
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import reduce
+from typing import Any
 
 from corral.base.errors import DoesNotFitError, NotFoundError, UsageError
 from corral.base.record import nearest
-from corral.deploy.slurm.commands import LOGIN_NODE, ask, seconds
+from corral.base.wording import time_limit_s
+from corral.deploy.slurm.commands import LOGIN_NODE, ask
 from corral.plan.hardware.inventory import GIB, Gpu, Inventory, find_gpu
 
 MIB = 1 << 20
-# a node in one of these takes no job, now or soon
+# a node in one of these states starts no job, now or soon
 CLOSED = ("DOWN", "DRAIN", "FAIL", "INVAL", "MAINT", "NOT_RESPONDING", "POWERING_DOWN", "UNKNOWN", "FUTURE")
 
 
@@ -57,7 +59,7 @@ class Partition:
 
 @dataclass(frozen=True)
 class Want:
-    """What narrows the choice of nodes; what is empty is chosen."""
+    """The nodes that a job asks for; Corral chooses what is empty."""
 
     partition: str = ""
     gpus_per_node: int | None = None  # 0: CPUs only
@@ -75,7 +77,7 @@ class Cluster:
     partitions: tuple[Partition, ...]
 
     def partition(self, name: str, gpus: bool = True) -> Partition:
-        """The partition called so; without a name SLURM's default, unless only others have the GPUs wanted."""
+        """The partition of that name; without one SLURM's default, unless only others have GPUs."""
         if name:
             for partition in self.partitions:
                 if partition.name == name:
@@ -98,7 +100,7 @@ class Cluster:
         return sorted(self.partitions, key=rank, reverse=True)
 
     def shape(self, want: Want) -> tuple[Partition, NodeShape]:
-        """The partition and the nodes that fit what is wanted; without a name, the first partition that has them."""
+        """The partition and its nodes that fit; without a name, the first partition that has such nodes."""
         if want.partition:
             return _shape(self.partition(want.partition), want)
         refusals = []
@@ -110,7 +112,7 @@ class Cluster:
         raise refusals[0]
 
     def inventory(self, want: Want) -> tuple[Partition, NodeShape, Inventory]:
-        """The hardware a plan may use, on the nodes that fit what is wanted."""
+        """The hardware that a plan may use, on the nodes that fit."""
         partition, shape = self.shape(want)
         gpus = shape.gpus if want.gpus_per_node is None else want.gpus_per_node
         share = gpus / shape.gpus if gpus and shape.gpus else 1.0
@@ -128,7 +130,7 @@ def _shape(partition: Partition, want: Want) -> tuple[Partition, NodeShape]:
     """The nodes of a partition that fit, those that are free first."""
     fitting = [shape for shape in partition.shapes if _fits(shape, want)]
     if not fitting:
-        has = "; ".join(_words(shape) for shape in partition.shapes) or "no nodes"
+        has = "; ".join(_label(shape) for shape in partition.shapes) or "no nodes"
         raise DoesNotFitError(
             f"partition {partition.name} has no node with {_wanted(want)}; it has {has}.",
             "`corral slurm partitions` shows all of them.",
@@ -149,7 +151,7 @@ def _shape(partition: Partition, want: Want) -> tuple[Partition, NodeShape]:
 
 
 def _alike(shapes: list[NodeShape]) -> list[NodeShape]:
-    """Nodes with the same GPUs taken together, as the least of them: one job may have nodes that differ otherwise."""
+    """Nodes with the same GPUs as one group with the least of their CPUs and memory: one job may mix them."""
     groups: dict[tuple[str, int], list[NodeShape]] = {}
     for shape in shapes:
         groups.setdefault((shape.gpu, shape.gpus), []).append(shape)
@@ -166,7 +168,7 @@ def _together(one: NodeShape, other: NodeShape) -> NodeShape:
 
 
 def shortage(partition: Partition, shape: NodeShape, want: Want) -> str:
-    """That a job will wait for nodes that are down or drained now; empty when enough are up. SLURM queues it."""
+    """A note that a job will wait for nodes that are down or drained; empty when enough are up."""
     if shape.usable_nodes >= want.nodes:
         return ""
     return (
@@ -177,22 +179,22 @@ def shortage(partition: Partition, shape: NodeShape, want: Want) -> str:
 
 def gpu_of(name: str, memory_gib: float | None, partition: str) -> tuple[str, int]:
     """The kind and memory of the GPU that GRES, or the user, calls so."""
-    found = _known(name)
-    if found and not memory_gib:
-        return found.kind, found.memory_bytes
+    known = _known(name)
+    if known and not memory_gib:
+        return known.kind, known.memory_bytes
     if memory_gib:
-        return (found.kind if found else name or "GPU"), int(memory_gib * GIB)
-    said = f"calls its GPUs {name!r}, which Corral does not know" if name else "does not say which GPUs it has"
+        return gpu_kind(name), int(memory_gib * GIB)
+    problem = f"calls its GPUs {name!r}, which Corral does not know" if name else "does not say which GPUs it has"
     raise UsageError(
-        f"partition {partition} {said}.",
+        f"partition {partition} {problem}.",
         "Name the kind (--slurm gpu=H100) or its memory (--slurm gpu_memory_gib=80).",
     )
 
 
 def gpu_kind(name: str) -> str:
     """The kind of GPU that GRES calls so, for people."""
-    found = _known(name)
-    return found.kind if found else name or "GPU"
+    known = _known(name)
+    return known.kind if known else name or "GPU"
 
 
 def _known(name: str) -> Gpu | None:
@@ -211,7 +213,7 @@ def _fits(shape: NodeShape, want: Want) -> bool:
     if want.gpu and shape.gpu and (want.gpus_per_node is None or want.gpus_per_node):
         wanted, has = _known(want.gpu), _known(shape.gpu)
         if want.gpu.lower() != shape.gpu.lower() and has is not None and wanted != has:
-            return False  # where GRES calls it by a name of its own, the user is believed
+            return False  # where GRES has a name of its own for it, the user's name counts
     plain = re.fullmatch(r"[\w.-]+", want.constraint)
     if plain and want.constraint not in shape.features:
         return False
@@ -226,7 +228,7 @@ def _wanted(want: Want) -> str:
     return ", ".join(parts) or "anything"
 
 
-def _words(shape: NodeShape) -> str:
+def _label(shape: NodeShape) -> str:
     gpus = f"{shape.gpus} × {shape.gpu or 'GPU'}, " if shape.gpus else ""
     return f"{shape.nodes} × ({gpus}{shape.cpus} CPUs, {shape.memory_mib / 1024:.0f} GiB)"
 
@@ -246,14 +248,14 @@ def discover() -> Cluster:
 def read_cluster(partitions: str, nodes: str) -> Cluster:
     """The cluster from what `scontrol` printed."""
     rows = [_fields(line) for line in nodes.splitlines() if line.startswith("NodeName=")]
-    found = []
+    read = []
     for line in partitions.splitlines():
         if line.startswith("PartitionName="):
             values = _fields(line)
             name = values["PartitionName"]
             members = [row for row in rows if name in row.get("Partitions", "").split(",")]
-            found.append(_partition(values, members))
-    return Cluster(tuple(found))
+            read.append(_partition(values, members))
+    return Cluster(tuple(read))
 
 
 def _fields(line: str) -> dict[str, str]:
@@ -268,8 +270,8 @@ def _partition(values: dict[str, str], members: list[dict[str, str]]) -> Partiti
         name=values["PartitionName"],
         default=values.get("Default") == "YES",
         open=values.get("State", "UP") == "UP",
-        max_time_s=seconds(values.get("MaxTime", "")),
-        default_time_s=seconds(values.get("DefaultTime", "")),
+        max_time_s=time_limit_s(values.get("MaxTime", "")),
+        default_time_s=time_limit_s(values.get("DefaultTime", "")),
         max_nodes=int(most) if most.isdigit() else None,
         accounts=() if accounts in ("ALL", "(null)") else tuple(accounts.split(",")),
         shapes=_shapes(members),
@@ -286,27 +288,17 @@ def _shapes(members: list[dict[str, str]]) -> tuple[NodeShape, ...]:
             () if features == "(null)" else tuple(sorted(features.split(","))),
         )  # fmt: skip
         state = row.get("State", "UNKNOWN").upper()
-        usable = not any(word in state for word in CLOSED)
+        usable = not any(closed in state for closed in CLOSED)
         idle = usable and state.startswith("IDLE")
         used = _gpus(row.get("GresUsed", ""))[1]
         counts.setdefault(bare, Counter()).update(
             nodes=1,
-            usable_nodes=int(usable),  # of one node, a Counter would keep the bool
+            usable_nodes=int(usable),  # a Counter would keep the bool of a single node
             idle_nodes=int(idle),
             idle_gpus=max(0, gpus - used) if usable else 0,
         )
-    made = [_counted(bare, count) for bare, count in counts.items()]
-    return tuple(sorted(made, key=lambda shape: -shape.nodes))
-
-
-def _counted(bare: NodeShape, count: Counter[str]) -> NodeShape:
-    return replace(
-        bare,
-        nodes=count["nodes"],
-        usable_nodes=count["usable_nodes"],
-        idle_nodes=count["idle_nodes"],
-        idle_gpus=count["idle_gpus"],
-    )
+    shapes = [replace(bare, **dict[str, Any](count)) for bare, count in counts.items()]
+    return tuple(sorted(shapes, key=lambda shape: -shape.nodes))
 
 
 def _gpus(gres: str) -> tuple[str, int]:
@@ -314,9 +306,8 @@ def _gpus(gres: str) -> tuple[str, int]:
     kind, total = "", 0
     plain = re.sub(r"\([^)]*\)", "", gres)
     for entry in plain.split(","):
-        words = entry.split(":")
-        if words[0] == "gpu":
-            number = words[-1] if words[-1].isdigit() else "1"
-            total += int(number)
-            kind = kind or (words[1] if len(words) > 1 and not words[1].isdigit() else "")
+        parts = entry.split(":")
+        if parts[0] == "gpu":
+            total += int(parts[-1]) if parts[-1].isdigit() else 1
+            kind = kind or (parts[1] if len(parts) > 1 and not parts[1].isdigit() else "")
     return kind, total

@@ -1,6 +1,6 @@
-"""SLURM's own commands: submit, look, cancel.
+"""SLURM's own commands: submit, query, cancel.
 
-All of the user's jobs are asked for together, in one `squeue` call whose answer is kept for a moment. Answers are
+One `squeue` call asks for all of the user's jobs, and its answer is kept for a moment. Answers are
 read in the text forms that every version has; `squeue --json` of 22.05 ignores its filters and sends the whole
 cluster's queue. Every call has a time limit, because clients hang when the controller is dead; a controller that does
 not answer is an `UnreachableError`, never a failed job. Ended jobs are looked up in the accounting where there is
@@ -23,13 +23,14 @@ from pathlib import Path
 from corral.base.errors import CorralError, UnreachableError, UsageError
 from corral.base.shell import Completed, run
 from corral.base.ssh import announced_wait
+from corral.base.wording import time_limit_s
 
 LOGIN_NODE = "Run Corral on a login node of the cluster, or set PATH to where SLURM's commands are."
 PATIENCE_S = 15.0  # for one command; a living controller answers in well under a second
-LOOK_S = 4.0  # for a look at the queue whose answer may be "unknown"; `squeue` itself gives up after some 11 s
-FRESH_S = 2.0
-LAZY_S = 30.0
-SILENCE_S = 10.0
+LOOK_S = 4.0  # for a query whose answer may be "unknown"; `squeue` itself gives up after about 11 s
+FRESH_S = 2.0  # for which an answer is kept, at least
+LAZY_S = 30.0  # and at most, while nothing changes
+SILENCE_S = 10.0  # for which a controller that did not answer is not asked again
 FIELDS = ("JobID", "State", "Reason", "StartTime", "EndTime", "TimeLeft", "NodeList", "RestartCnt", "exit_code")
 
 
@@ -38,7 +39,7 @@ class SlurmJob:
     """One job as SLURM sees it."""
 
     id: str
-    state: str  # SLURM's own word
+    state: str  # as SLURM names it
     reason: str = ""
     start_s: float | None = None  # when it started, or is expected to
     end_s: float | None = None
@@ -92,7 +93,7 @@ _cache: dict[int, _CachedJobs] = {}  # by user
 
 
 def forget_answers() -> None:
-    """The next look asks SLURM."""
+    """Let the next query ask SLURM."""
     for cached in _cache.values():
         cached.at_s = float("-inf")
 
@@ -107,19 +108,19 @@ def jobs(patience_s: float = LOOK_S) -> dict[str, SlurmJob]:
     if cached and now - cached.at_s < min(LAZY_S, max(FRESH_S, (cached.at_s - cached.same_since_s) / 20)):
         return cached.jobs
     done = _ask_queue(user, patience_s)
-    found = {job.id: job for job in map(_job, done.stdout.splitlines()) if job}
-    states = {id: (job.state, job.reason) for id, job in found.items()}
+    queue = {job.id: job for job in map(_job, done.stdout.splitlines()) if job}
+    states = {id: (job.state, job.reason) for id, job in queue.items()}
     same = cached is not None and states == {id: (job.state, job.reason) for id, job in cached.jobs.items()}
-    _cache[user] = _CachedJobs(found, now, cached.same_since_s if same and cached else now)
-    return found
+    _cache[user] = _CachedJobs(queue, now, cached.same_since_s if same and cached else now)
+    return queue
 
 
-# when the controller was last found not to answer, and for how long it had been waited for
+# when the controller last did not answer, and how long it was waited for
 _silent: list[tuple[float, float, UnreachableError]] = []
 
 
 def _ask_queue(user: int, patience_s: float) -> Completed:
-    """The queue as text; a controller that just did not answer is not asked again for each deployment of a list."""
+    """The queue as text; a controller that just did not answer is not asked again for every deployment of a list."""
     if _silent and time.monotonic() - _silent[-1][0] < SILENCE_S and patience_s <= _silent[-1][1]:
         raise _silent[-1][2]
     fields = ",".join(f"{name}:|" for name in FIELDS)
@@ -143,7 +144,7 @@ def _job(line: str) -> SlurmJob | None:
         reason="" if reason == "None" else reason,
         start_s=_moment(start),
         end_s=_moment(end),
-        left_s=seconds(left),
+        left_s=time_limit_s(left),
         nodes="" if nodes == "(null)" else nodes,
         restarts=int(restarts) if restarts.isdigit() else 0,
         exit_code=code,
@@ -151,7 +152,7 @@ def _job(line: str) -> SlurmJob | None:
 
 
 def find_job(id: str, patience_s: float = LOOK_S) -> SlurmJob | None:
-    """A job by number, also one that the controller has forgotten; None when nobody knows it any more."""
+    """A job by its id, also one that the controller has forgotten; None when no record of it is left."""
     job = jobs(patience_s).get(id)
     if job is not None and job.state != "CANCELLED":
         return job
@@ -162,7 +163,7 @@ def find_job(id: str, patience_s: float = LOOK_S) -> SlurmJob | None:
 
 
 def _recorded(id: str) -> SlurmJob | None:
-    """What the accounting, or the job-completion log, has of a job."""
+    """A job from the accounting, or from the job-completion log."""
     fields = "State,ExitCode,NodeList,Start,End"
     for source in ([], ["-c"]):
         with contextlib.suppress(CorralError):  # neither is needed to serve a model
@@ -194,25 +195,6 @@ def _moment(text: str) -> float | None:
         return None
 
 
-def seconds(text: str) -> float | None:
-    """A duration as SLURM writes it (`30`, `4:00:00`, `2-12`, `1-00:00:00`); None for no limit or no sense.
-
-    One number alone is minutes, two are minutes and seconds, as in `sbatch --time`.
-    """
-    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text.strip())
-    if not match:
-        return None
-    days, *rest = match.groups()
-    numbers = [int(number) for number in rest if number is not None]
-    if days is not None:
-        hours, minutes, secs = [*numbers, 0, 0][:3]
-    elif len(numbers) == 3:
-        hours, minutes, secs = numbers
-    else:
-        hours, (minutes, secs) = 0, [*numbers, 0][:2]
-    return float(int(days or 0) * 86400 + hours * 3600 + minutes * 60 + secs)
-
-
 # ------------------------------------------------------------------------------------------------------------- acting
 SECRET = re.compile(r"TOKEN|SECRET|PASSW|API_?KEY|ACCESS_KEY|CREDENTIAL", re.IGNORECASE)
 
@@ -228,7 +210,7 @@ def refuse_unknown(script: str) -> None:
 
 
 def _option_of(variable: str) -> str:
-    """The option that a variable of the user's shell stands for: it would overrule what the script says."""
+    """The option that a variable of the user's shell sets: it would override the script."""
     if not variable.startswith("SBATCH_"):
         return "none"
     name = variable.removeprefix("SBATCH_").lower().replace("_", "-")
@@ -236,10 +218,10 @@ def _option_of(variable: str) -> str:
 
 
 def submit(script: Path, *options: str) -> str:
-    """Queue a batch script; the number of the job. What sbatch refuses is refused with its own words.
+    """Submit a batch script; the id of the job. The error of a refusal has sbatch's own message.
 
-    A job inherits the environment of `sbatch`: what looks like a secret stays behind, and so does what an outer job
-    set. An interrupt while sbatch runs cancels what it may have queued.
+    A job inherits the environment of `sbatch`, without secrets and without what an outer job set. An interrupt while
+    sbatch runs cancels the job that it may have submitted.
     """
     command = ["sbatch", "--parsable", *options, str(script)]
     done = _run_sbatch(command, _inherited(script))
@@ -255,8 +237,8 @@ def _inherited(script: Path) -> dict[str, str]:
     """The environment for a job: no secrets, nothing of an outer job, nothing that the script sets itself."""
     env = {name: value for name, value in os.environ.items() if not SECRET.search(name)}
     env = {name: value for name, value in env.items() if not name.startswith("SLURM_") or name == "SLURM_CONF"}
-    said = script.read_text(encoding="utf-8") if script.is_file() else ""
-    return {name: value for name, value in env.items() if f"#SBATCH {_option_of(name)}" not in said}
+    text = script.read_text(encoding="utf-8") if script.is_file() else ""
+    return {name: value for name, value in env.items() if f"#SBATCH {_option_of(name)}" not in text}
 
 
 def _run_sbatch(command: list[str], env: dict[str, str]) -> Completed:
@@ -264,7 +246,7 @@ def _run_sbatch(command: list[str], env: dict[str, str]) -> Completed:
         process = subprocess.Popen(
             command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             umask=0o077,  # which the job inherits
-            start_new_session=True,  # Ctrl-C is ours: sbatch must come to an end that we can read
+            start_new_session=True,  # Ctrl-C must not reach sbatch: its output has the job's id
         )  # fmt: skip
     except FileNotFoundError:
         raise CorralError("there is no `sbatch` on this machine.", "Run Corral on a login node.") from None
@@ -288,7 +270,7 @@ def _run_sbatch(command: list[str], env: dict[str, str]) -> Completed:
 
 
 def _number(text: str) -> str:
-    """`123`, or `123;cluster`, perhaps after lines of a site's own."""
+    """The id in `123` or `123;cluster`, perhaps after lines of a site's own."""
     for line in reversed(text.strip().splitlines()):
         if match := re.fullmatch(r"(\d+)(;\S+)?", line.strip()):
             return match[1]
@@ -307,13 +289,13 @@ _REFUSALS = (
 
 def _refused(done: Completed) -> CorralError:
     lines = [re.sub(r"^sbatch: (error: )?", "", line) for line in done.stderr.strip().splitlines()]
-    said = "; ".join(line for line in lines if line and not line.startswith("Try ")) or "it said nothing"
-    remedy = next((words for pattern, words in _REFUSALS if re.search(pattern, done.stderr)), "")
-    return UsageError(f"sbatch refused the job: {said}.", remedy or "`man sbatch` explains its options.")
+    message = "; ".join(line for line in lines if line and not line.startswith("Try ")) or "it said nothing"
+    remedy = next((remedy for pattern, remedy in _REFUSALS if re.search(pattern, done.stderr)), "")
+    return UsageError(f"sbatch refused the job: {message}.", remedy or "`man sbatch` explains its options.")
 
 
 def cancel(id: str, signal: str = "") -> None:
-    """End a job, or send a signal to the tasks of its steps; a job that is gone already is no error."""
+    """End a job, or send a signal to the tasks of its steps; a job that has ended already is no error."""
     done = ask(["scancel", *([f"--signal={signal}"] if signal else []), id])
     forget_answers()
     if done.code and not re.search(r"Invalid job id|already completed|Job/step", done.stderr):

@@ -1,7 +1,7 @@
-"""What the slurm target can be told, by profile or flag. Every name that is none of these is an option of sbatch.
+"""The options of the slurm target, by profile or flag. Every name that is none of these is an option of sbatch.
 
 `--slurm partition=gpu_h100 --slurm licenses=scratch:1` gives the partition, which Corral uses for planning, and
-`--licenses=scratch:1`, which it only hands on; sbatch itself says when it knows no such option.
+`--licenses=scratch:1`, which it only passes on; sbatch itself refuses an option that it does not know.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from corral.base.errors import UsageError
+from corral.base.wording import time_limit_s
 from corral.deploy.slurm.cluster import Want
-from corral.deploy.slurm.commands import seconds
 from corral.plan.hardware.inventory import LINKS, parse_gpus
 
 
 @dataclass(frozen=True)
 class SlurmOptions:
-    """A job as it is asked for; what is empty is chosen, or left to the cluster."""
+    """A job as it is requested; Corral chooses what is empty, or leaves it to the cluster."""
 
     partition: str = ""
     account: str = ""
@@ -56,44 +56,33 @@ class SlurmOptions:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, given: Mapping[str, object]) -> SlurmOptions:
-        """From a profile's values or from words of the command line."""
+    def read(cls, options: Mapping[str, object]) -> SlurmOptions:
+        """From a profile's values or from text of the command line."""
         known = {one.name: str(one.type) for one in fields(cls)}
         values: dict[str, Any] = {}
         extra: dict[str, Any] = {}
-        for key, value in given.items():
+        for key, value in options.items():
             name = str(key).lstrip("-").replace("-", "_")
             if name == "extra" and isinstance(value, Mapping):
-                extra |= {str(word).lstrip("-").replace("_", "-"): said for word, said in value.items()}
+                extra |= {str(option).lstrip("-").replace("_", "-"): item for option, item in value.items()}
             elif name in known:
                 values[name] = _value(name, known[name], value)
             else:
                 extra[str(key).lstrip("-").replace("_", "-")] = value
-        found = cls(**values, extra=extra)
-        found._check()
-        return found
+        read = cls(**values, extra=extra)
+        read._check()
+        return read
 
     def _check(self) -> None:
-        if self.time and not seconds(self.time):
+        if self.time and not time_limit_s(self.time):
             raise UsageError(f"{self.time!r} is not a time limit.", "Write it as sbatch does: 4:00:00 or 1-12:00:00.")
         if self.mem and mebibytes(self.mem) is None:
             raise UsageError(f"{self.mem!r} is not an amount of memory.", "Write it as sbatch does: 0, 64G, 500000M.")
         if self.link not in LINKS:
             raise UsageError(f"{self.link!r} is not a link Corral knows.", f"Known: {', '.join(LINKS)}.")
-        for name in (
-            "partition",
-            "account",
-            "qos",
-            "reservation",
-            "constraint",
-            "job_name",
-            "output",
-            "error",
-            "time",
-            "mem",
-            "python",
-            "home",
-        ):
+        for name in ("partition", "account", "qos", "reservation", "constraint", "job_name", "output", "error",
+        "time",
+                     "mem", "python", "home"):  # fmt: skip
             _one_line(name, getattr(self, name) or "")
         for module in self.modules:
             _one_line("modules", module)
@@ -106,25 +95,24 @@ class SlurmOptions:
 
     @property
     def time_s(self) -> float | None:
-        return seconds(self.time) if self.time else None
+        return time_limit_s(self.time) if self.time else None
 
     def facts(self) -> SlurmOptions:
-        """With what a profile says of the hardware put where it was not said otherwise."""
-        said = dict(self.hardware)
-        made = self
-        if gpus := said.get("gpus"):
+        """With the hardware facts of a profile where the options do not set them."""
+        facts, made = self.hardware, self
+        if gpus := facts.get("gpus"):
             named = parse_gpus(str(gpus))
             made = replace(made, gpu=made.gpu or named.gpu or "")
             if made.gpus_per_node is None:
                 made = replace(made, gpus_per_node=named.gpus_per_node)
-        if said.get("link") and self.link == "ib-ndr":
-            made = replace(made, link=str(said["link"]))
-        if said.get("nodes") and made.nodes is None:
-            made = replace(made, nodes=int(said["nodes"]))
+        if facts.get("link") and self.link == "ib-ndr":
+            made = replace(made, link=str(facts["link"]))
+        if facts.get("nodes") and made.nodes is None:
+            made = replace(made, nodes=int(facts["nodes"]))
         return made
 
     def want(self) -> Want:
-        """What narrows the choice of nodes."""
+        """The nodes that it asks for."""
         memory = mebibytes(self.mem) if self.mem else None
         return Want(
             self.partition, self.gpus_per_node, self.gpu, self.gpu_memory_gib, self.constraint, self.nodes or 1,
@@ -147,18 +135,18 @@ _LISTS = {"modules", "runner"}
 
 
 def _value(name: str, kind: str, value: object) -> Any:
-    """A value as its field needs it; words of the command line are read."""
+    """A value with the type of its field; text of the command line is converted."""
     if name in _LISTS:
-        return tuple(str(value).split(",")) if isinstance(value, str) else tuple(str(word) for word in value)  # type: ignore[attr-defined]
+        return tuple(str(value).split(",")) if isinstance(value, str) else tuple(str(item) for item in value)  # type: ignore[attr-defined]
     if kind.startswith("Mapping"):
         if not isinstance(value, Mapping):
             raise UsageError(f"{name} must be a table, not {value!r}.", "Set it in a profile.")
         return dict(value)
     if kind.startswith("bool"):
-        words = {"true": True, "yes": True, "1": True, "": True, "false": False, "no": False, "0": False}
-        if str(value).lower() not in words:
+        known = {"true": True, "yes": True, "1": True, "": True, "false": False, "no": False, "0": False}
+        if str(value).lower() not in known:
             raise UsageError(f"{name} must be true or false, not {value!r}.", "Correct it.")
-        return words[str(value).lower()]
+        return known[str(value).lower()]
     try:
         if kind.startswith("int"):
             number = int(str(value))
@@ -171,12 +159,12 @@ def _value(name: str, kind: str, value: object) -> Any:
 
 
 def _one_line(name: str, value: str) -> None:
-    if any(not sign.isprintable() for sign in value) or '"' in value:
+    if not value.isprintable() or '"' in value:
         raise UsageError(f"{name} cannot be {value!r}: it must be one line without quotes.", "Correct it.")
 
 
 def mebibytes(text: str) -> int | None:
-    """An amount of memory as sbatch takes it, in MiB; None when it is none."""
+    """An amount of memory as sbatch takes it, in MiB; None when it is not one."""
     match = re.fullmatch(r"(\d+)\s*([KMGT]?)B?", str(text).strip(), re.IGNORECASE)
     if not match:
         return None

@@ -1,16 +1,15 @@
-"""Where a job will run, as far as it is known before: what the cluster has, or a profile's facts held against it.
+"""Checks before a job waits in the queue: what the cluster can give, whether the runtime and the home are on the
+nodes.
 
-Whether the runtime is there, before a job waits in the queue for hours: asked in the cheapest way that answers.
+The runtime is checked in the cheapest way that answers. First on the login node, which takes a second: an environment
+on the shared file system answers there as it would on a node. Where that fails, a node of the same partition runs the
+check, with one processor and for two minutes at most; such a job mostly starts at once. Where no node is free within
+a minute, the login node's answer counts if it is about the environment itself; that the login node lacks a command
+(conda, module) says nothing about the nodes.
 
-First on the login node, which costs a second: an environment on the shared file system answers there as it would on
-a node. Where it does not answer, a node of the same partition is asked, with one processor and for two minutes at
-most; such a job mostly starts at once. Where no node is to be had in a minute, the login node's word counts if it is
-about the environment itself; that it lacks a command (conda, module) says nothing about the nodes.
-
-Whether the nodes see Corral's home: jobs find their files there, and everything they say comes back through it.
-
-A network file system is believed. Of any other kind a node is asked, once, whether it sees a file written here; where
-no node is free to answer, the job's first line looks for its files, and its end tells.
+Jobs find their files in Corral's home, and all their output comes back through it. A network file system is trusted.
+For any other kind, a node is asked once whether it sees a file written here; where no node is free, the job's first
+line checks for its files.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class Allocation:
 
 
 def find_allocation(given: SlurmOptions) -> Allocation:
-    """What can be had of it. Whatever says what nodes are like, what the cluster cannot give is refused."""
+    """The hardware that the cluster or the profile names; refuses what the cluster cannot give."""
     stated = _stated(given)
     if stated is None:
         partition, shape, inventory = discover().inventory(given.want())
@@ -53,7 +52,7 @@ def find_allocation(given: SlurmOptions) -> Allocation:
 
 
 def _cluster_here() -> Cluster | None:
-    """The cluster of this machine; None where there is none, or it does not answer: a profile can do without."""
+    """The cluster of this machine; None where there is none, or it does not answer: a profile does not need it."""
     try:
         return discover()
     except CorralError:
@@ -61,7 +60,7 @@ def _cluster_here() -> Cluster | None:
 
 
 def _stated(given: SlurmOptions) -> Inventory | None:
-    """What a profile says of its nodes; None where it does not say enough."""
+    """The hardware that a profile names; None where it does not name enough."""
     if not (given.gpu and given.gpus_per_node):
         return None
     facts = given.hardware
@@ -80,7 +79,7 @@ REACHED = "corral-reached-a-node"
 
 
 def refuse_lacking(checks: Sequence[NodeCheck], where: Sequence[str]) -> None:
-    """Raise what a check found; `where` are the options that lead to the partition of the job."""
+    """Refuse nodes that fail a check; `where` are the options that lead to the partition of the job."""
     for check in checks:
         if not check.light:
             continue
@@ -91,9 +90,9 @@ def refuse_lacking(checks: Sequence[NodeCheck], where: Sequence[str]) -> None:
         if there is not None and there.code == 0:
             continue
         if there is not None:
-            raise EngineError(f"{check.what}, asked on a node: {_words(there)}", check.remedy)
+            raise EngineError(f"{check.what}, asked on a node: {_last_line(there)}", check.remedy)
         if here is not None and here.code != NO_COMMAND:
-            raise EngineError(f"{check.what}: {_words(here)}", check.remedy)
+            raise EngineError(f"{check.what}: {_last_line(here)}", check.remedy)
 
 
 def _checked_here(check: NodeCheck) -> Completed | None:
@@ -104,7 +103,7 @@ def _checked_here(check: NodeCheck) -> Completed | None:
 
 
 def on_a_node(argv: Sequence[str], where: Sequence[str], wait_s: int = WAIT_S) -> Completed | None:
-    """What a command says on a node; None where none was to be had."""
+    """Run a command on a node; None where no node was free."""
     small = ["--nodes=1", "--ntasks=1", "--cpus-per-task=1", "--mem=1G", "--time=2", f"--immediate={wait_s}"]
     mark = ["sh", "-c", f'echo {REACHED}; exec "$@"', "corral-early", *argv]
     try:
@@ -114,10 +113,10 @@ def on_a_node(argv: Sequence[str], where: Sequence[str], wait_s: int = WAIT_S) -
     return done if REACHED in done.stdout else None
 
 
-def _words(done: Completed) -> str:
-    said = [line.strip() for line in (done.stderr or done.stdout).splitlines() if line.strip()]
-    said = [line for line in said if not line.startswith("srun: ")] or ["it said nothing"]
-    return said[-1][:300]
+def _last_line(done: Completed) -> str:
+    lines = [line.strip() for line in (done.stderr or done.stdout).splitlines() if line.strip()]
+    lines = [line for line in lines if not line.startswith("srun: ")] or ["it said nothing"]
+    return lines[-1][:300]
 
 
 NODE_SEES_HOME_WAIT_S = 5  # for a node to become free
@@ -128,25 +127,25 @@ REMEDY = "Set CORRAL_HOME to a folder that login and compute nodes share, usuall
 
 
 def refuse_unseen(home: Path, where: Sequence[str]) -> None:
-    """Raise when a node says that it does not see the home; `where` are the options that lead to the partition."""
+    """Raise when a node does not see the home; `where` are the options that lead to the partition."""
     home.mkdir(mode=0o700, parents=True, exist_ok=True)
     if (home / MARK).exists() or _kind(home).startswith(SHARED):
         return
     probe = home / f".probe-{secrets.token_hex(4)}"
     probe.touch(mode=0o600)
     try:
-        said = on_a_node(["test", "-e", str(probe)], where, NODE_SEES_HOME_WAIT_S)
+        done = on_a_node(["test", "-e", str(probe)], where, NODE_SEES_HOME_WAIT_S)
     finally:
         probe.unlink(missing_ok=True)
-    if said is None:
+    if done is None:
         return
-    if said.code:
+    if done.code:
         raise UsageError(f"the nodes do not see Corral's home {home}: a file written here is not there.", REMEDY)
     (home / MARK).touch(mode=0o600)
 
 
 def _kind(path: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
-    """The kind of file system that a path lies on; empty when nobody says."""
+    """The kind of file system that a path is on; empty when it is not known."""
     found, longest = "", -1
     real = Path(os.path.realpath(path))
     for line in mounts.read_text(encoding="utf-8", errors="replace").splitlines() if mounts.is_file() else ():

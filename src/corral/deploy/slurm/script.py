@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from corral.base.errors import UsageError
+from corral.base.wording import time_limit_text
+from corral.deploy.slurm.options import SlurmOptions
 
 NOT_SEEN = 66  # the exit code of a job whose node does not see the deployment's folder
 RESERVE_S = 30  # between the end of draining and the time limit: the engine ends, files are written
@@ -16,62 +17,40 @@ RESERVE_S = 30  # between the end of draining and the time limit: the engine end
 
 @dataclass(frozen=True)
 class BatchJob:
-    """Everything the script says; what is empty is not said."""
+    """A job as the script asks for it: `options` are settled, and what is empty is left to the cluster."""
 
     deployment: str
     title: str
     folder: str  # of the deployment, on the shared file system
-    nodes: int
-    partition: str = ""
-    account: str = ""
-    qos: str = ""
-    reservation: str = ""
-    constraint: str = ""
-    gpus_per_node: int = 0
-    cpus_per_task: int | None = None
-    mem: str = ""
-    exclusive: bool = False
-    time_s: float | None = None
-    signal_s: int = 120
-    requeue: bool | None = None
-    job_name: str = ""
-    output: str = ""
-    error: str = ""
-    modules: tuple[str, ...] = ()
-    python: str = "python3"
-    runner: tuple[str, ...] = ()  # a command that uses the deployment; the job ends with it, and with its code
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    options: SlurmOptions
     renewer: str = ""  # the command that submits a successor, where one is wanted
-
-
-def clock(time_s: float) -> str:
-    """Seconds as SLURM writes a time limit."""
-    minutes, secs = divmod(round(time_s), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    return f"{days}-{hours:02}:{minutes:02}:{secs:02}" if days else f"{hours}:{minutes:02}:{secs:02}"
 
 
 def batch_script(job: BatchJob) -> str:
     """The script as sbatch gets it."""
-    shell = "#!/bin/bash -l" if job.modules else "#!/bin/bash"  # a login shell knows `module`
-    drain_s = max(1, job.signal_s - RESERVE_S, job.signal_s // 2)
+    options = job.options
+    shell = "#!/bin/bash -l" if options.modules else "#!/bin/bash"  # a login shell knows `module`
+    drain_s = max(1, options.signal_s - RESERVE_S, options.signal_s // 2)
     srun = ["srun", "--ntasks-per-node=1", "--kill-on-bad-exit=1", "--label"]
-    if job.cpus_per_task:  # srun does not take it over from sbatch
-        srun.append(f"--cpus-per-task={job.cpus_per_task}")
+    if options.cpus_per_task:  # srun does not inherit it from sbatch
+        srun.append(f"--cpus-per-task={options.cpus_per_task}")
     lines = [
         shell,
-        *(f"#SBATCH {option}" for option in _options(job)),
+        *(f"#SBATCH {option}" for option in _sbatch_options(job)),
         f"# {_plain(job.title)}, for the deployment {_plain(job.deployment)}; one agent of Corral's per node",
         "umask 077",
         f"folder={shlex.quote(job.folder)}",
         f'[ -f "$folder/node/slurm_start.py" ] || exit {NOT_SEEN}  # not on a file system that this node shares',
-        *(_drain(job.signal_s, drain_s) if not job.runner else _hand_on(job.signal_s)),
-        *(f"module load {shlex.quote(module)}" for module in job.modules),
+        *(_drain(options.signal_s, drain_s) if not options.runner else _signal_runner(options.signal_s)),
+        *(f"module load {shlex.quote(module)}" for module in options.modules),
         *_renew(job),
-        f'{shlex.join(srun)} {shlex.quote(job.python)} -I "$folder/node/slurm_start.py" "$folder" &',
+        f'{shlex.join(srun)} {shlex.quote(options.python)} -I "$folder/node/slurm_start.py" "$folder" &',
         "agents=$!",
-        *(_run(job.runner, drain_s) if job.runner else _wait("agents", "break" if job.renewer else 'exit "$code"')),
+        *(
+            _run(options.runner, drain_s)
+            if options.runner
+            else _wait("agents", "break" if job.renewer else 'exit "$code"')
+        ),
     ]
     if job.renewer:  # an engine that died early has a successor as well
         lines += [
@@ -89,7 +68,7 @@ def _drain(signal_s: int, drain_s: int) -> list[str]:
     ]
 
 
-def _hand_on(signal_s: int) -> list[str]:
+def _signal_runner(signal_s: int) -> list[str]:
     return [
         f"# {signal_s} s before the end: the runner finishes what is under way and submits the next job",
         "trap 'kill -USR1 \"$runner\" 2>/dev/null' USR1",
@@ -128,37 +107,38 @@ def _renew(job: BatchJob) -> list[str]:
     ]
 
 
-def _options(job: BatchJob) -> list[str]:
-    given: dict[str, Any] = {
-        "job-name": job.job_name or "corral-" + re.sub(r"[^\w.-]+", "-", job.deployment, flags=re.ASCII),
-        "partition": job.partition,
-        "account": job.account,
-        "qos": job.qos,
-        "reservation": job.reservation,
-        "constraint": job.constraint,
-        "nodes": job.nodes,
+def _sbatch_options(job: BatchJob) -> list[str]:
+    options = job.options
+    values: dict[str, Any] = {
+        "job-name": options.job_name or "corral-" + re.sub(r"[^\w.-]+", "-", job.deployment, flags=re.ASCII),
+        "partition": options.partition,
+        "account": options.account,
+        "qos": options.qos,
+        "reservation": options.reservation,
+        "constraint": options.constraint,
+        "nodes": options.nodes or 1,
         "ntasks-per-node": 1,
-        "gpus-per-node": job.gpus_per_node or "",
-        "cpus-per-task": job.cpus_per_task or "",
-        "mem": job.mem,
-        "exclusive": job.exclusive,
-        "time": clock(job.time_s) if job.time_s else "",
-        "signal": f"B:USR1@{job.signal_s}",
-        "requeue": job.requeue is True,
-        "no-requeue": job.requeue is False,
+        "gpus-per-node": options.gpus_per_node or "",
+        "cpus-per-task": options.cpus_per_task or "",
+        "mem": options.mem,
+        "exclusive": options.exclusive,
+        "time": time_limit_text(options.time_s) if options.time_s else "",
+        "signal": f"B:USR1@{options.signal_s}",
+        "requeue": options.requeue is True,
+        "no-requeue": options.requeue is False,
         "open-mode": "append",
-        "output": job.output or f"{job.folder}/job.log".replace("%", "%%"),
-        "error": job.error,
+        "output": options.output or f"{job.folder}/job.log".replace("%", "%%"),
+        "error": options.error,
     }
-    given |= job.extra
-    return [_option(name, value) for name, value in given.items() if value not in ("", False, None)]
+    values |= options.extra
+    return [_option(name, value) for name, value in values.items() if value not in ("", False, None)]
 
 
 def _option(name: str, value: Any) -> str:
     if value is True:
         return f"--{name}"
     text = str(value)
-    if not text.isprintable() or '"' in text:  # the next line would be one of the script's own
+    if not text.isprintable() or '"' in text:  # what follows a line break would be a line of the script
         raise UsageError(
             f"--{name} of the batch script cannot be {text!r}: it must be one line without quotes.",
             "Correct the option, or the path of Corral's home (CORRAL_HOME).",
@@ -167,4 +147,4 @@ def _option(name: str, value: Any) -> str:
 
 
 def _plain(text: str) -> str:
-    return "".join(sign if sign.isprintable() else "?" for sign in text)
+    return "".join(character if character.isprintable() else "?" for character in text)

@@ -1,4 +1,4 @@
-"""Every state that SLURM gives a job, and every reason to wait, in Corral's words: two tables. Pure."""
+"""SLURM's job states and reasons to wait as Corral's states, reasons and remedies: two tables. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from corral.deploy.slurm.commands import SlurmJob
 
 @dataclass(frozen=True)
 class JobVerdict:
-    """A job's state in Corral's words. `caused` says that the agents' last word may be its consequence."""
+    """A job as a state of Corral. `caused`: what the agents wrote last may be its consequence."""
 
     state: State
     reason: Reason | None
@@ -22,7 +22,7 @@ class JobVerdict:
     caused: bool = False
 
 
-# SLURM's word -> (state, reason, what happened, what to do); in braces what is known of the job
+# SLURM's state -> (state, reason, what happened, what to do); in braces what is known of the job
 _AGAIN = "Start it again with `corral up`."
 _CANCEL = "`scancel {job}` takes it out of the queue; then start it again."
 STATES: dict[str, tuple[State, Reason | None, str, str]] = {
@@ -101,9 +101,9 @@ WAITS = {
     "Assoc": ("a limit of its account is reached", ""),
     "MaxJobs": ("a limit on jobs is reached", ""),
 }
-# a limit on one job of an account or a quality of service: it holds for this job as long as it asks for so much
+# limits on a single job of an account or a quality of service
 PER_JOB = re.compile(r"(Assoc|QOS)(Max\w*Per(Job|Node)|Min)")
-PER_JOB_WORDS = {
+PER_JOB_LIMITS = {
     "Wall": ("more time than its {whose} allows a job", "Ask for less with --time."),
     "Minutes": ("more GPU or CPU time than its {whose} allows a job", "Ask for less with --time or --nodes."),
     "Node": ("more nodes than its {whose} allows a job", "Ask for fewer with --nodes."),
@@ -111,21 +111,21 @@ PER_JOB_WORDS = {
     "Mem": ("more memory than its {whose} allows a job", "Ask for less: --slurm mem=…"),
     "Cpu": ("more CPUs than its {whose} allows a job", "Ask for fewer: --slurm cpus_per_task=… or --nodes."),
 }
-# no other job's end and no time lets a job go that waits for one of these
+# a job that waits for one of these never starts, whatever else happens
 HOPELESS = frozenset({
     "DependencyNeverSatisfied", "ReservationDeleted", "PartitionTimeLimit", "PartitionNodeLimit", "PartitionConfig",
     "BadConstraints", "InvalidAccount", "AccountNotAllowed", "InvalidQOS", "QOSNotAllowed",
 })  # fmt: skip
 
 
-def standing(job: SlurmJob, log: str = "job.log", now_s: float | None = None) -> JobVerdict:
-    """A job in Corral's words."""
-    word = "LAUNCH_FAILED" if job.state == "FAILED" and job.reason == "JobLaunchFailure" else job.state
-    state, reason, what, remedy = STATES.get(word, NOT_KNOWN)
+def job_verdict(job: SlurmJob, log: str = "job.log", now_s: float | None = None) -> JobVerdict:
+    """A job as a state of Corral, with its reason and remedy."""
+    name = "LAUNCH_FAILED" if job.state == "FAILED" and job.reason == "JobLaunchFailure" else job.state
+    state, reason, what, remedy = STATES.get(name, NOT_KNOWN)
     known = {
         "job": job.id,
         "log": log,
-        "code": _exit_words(job.exit_code),
+        "code": _exit_text(job.exit_code),
         "nodes": job.nodes or "its nodes",
         "by": f"by {job.cancelled_by}" if job.cancelled_by else "by `scancel`: by you or by an administrator",
     }
@@ -144,18 +144,18 @@ def standing(job: SlurmJob, log: str = "job.log", now_s: float | None = None) ->
 
 
 def is_hopeless(reason: str) -> bool:
-    """Whether a job that waits for this will never start as it is."""
+    """Whether a job that waits for this reason can never start."""
     return reason.partition(",")[0].strip() in HOPELESS or bool(PER_JOB.match(reason))
 
 
 def _wait(reason: str) -> tuple[str, str]:
-    if found := PER_JOB.match(reason):
-        return _per_job(reason, found[1])
+    if match := PER_JOB.match(reason):
+        return _per_job(reason, match[1])
     names = [name for name in WAITS if reason.startswith(name) or (not reason and name == "None")]
     if not names:
         return f"SLURM says {reason}", ""
-    words = WAITS[max(names, key=len)]
-    return (f"{words[0]} ({reason})", words[1]) if reason else words
+    why, remedy = WAITS[max(names, key=len)]
+    return (f"{why} ({reason})" if reason else why), remedy
 
 
 def _per_job(reason: str, whose: str) -> tuple[str, str]:
@@ -166,7 +166,7 @@ def _per_job(reason: str, whose: str) -> tuple[str, str]:
             "Ask for more, or correct --slurm qos=…",
         )
     limit = reason.replace("PerNode", "PerJob")  # of `MaxGRESPerNode`, the GPUs are what is limited
-    for word, (what, remedy) in PER_JOB_WORDS.items():
+    for word, (what, remedy) in PER_JOB_LIMITS.items():
         if word in limit:
             return f"it asks for {what.format(whose=owner)} ({reason})", remedy
     return (
@@ -183,7 +183,7 @@ def exit_of(code: str) -> tuple[int, int] | None:
     return (int(first), int(second or 0)) if colon else (int(first) >> 8, int(first) & 0x7F)
 
 
-def _exit_words(code: str) -> str:
+def _exit_text(code: str) -> str:
     number, signal = exit_of(code) or (None, 0)
     if number is None:
         return "without an exit code"

@@ -1,34 +1,42 @@
 """Who starts processes on which nodes: the seam between a LaunchSpec and running agents.
 
-A target only knows how to place the agent and start it; the agent does the rest, the same everywhere. A new target
-is one new file and one row in `TARGETS`: its keys in profiles, its options of the command line, the files that it
-ships and how its jobs are found are declared there and nowhere else. Targets never import each other. A target is
-made from options (hosts, a partition), which are kept with the deployment, so that a later command finds the same
+A target knows how to place the agent and start it; the agent does the rest, the same everywhere. A new target is one
+new file and one row in `TARGETS`, and writes the abstract members of `Target`. What else a target may do is in small
+classes by what a caller needs, with defaults: `Declaration` (profiles and options), `Preflight` (checks), `NodeFiles`
+(where files lie), `Access` (addresses). `Queue` is what a scheduler adds. Targets never import each other. A target
+is made from options (hosts, a partition), which are kept with the deployment, so that a later command finds the same
 nodes again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, cast, runtime_checkable
 
+from corral.base.bundle import bundle
+from corral.base.files import make_private_dir, write_atomic
+from corral.base.home import home_dir
+from corral.base.record import from_json, to_json
+from corral.base.ssh import Forward
+from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.deployment.state import Reason, State
+from corral.deploy.launch.links import Node, Ports
+from corral.deploy.launch.paste import as_shell
+from corral.deploy.launch.render import LaunchSpec, server_url
 from corral.deploy.targets.keys import TARGETS as TARGETS
-from corral.deploy.targets.keys import Declared as Declared
+from corral.deploy.targets.keys import Declaration
 from corral.deploy.targets.keys import target_class as target_class
 from corral.deploy.targets.keys import target_tables as target_tables
 
 if TYPE_CHECKING:
-    from corral.base.ssh import Forward, Ssh
-    from corral.deploy.deployment.folder import DeploymentFolder
-    from corral.deploy.launch.links import Node, Ports
-    from corral.deploy.launch.render import LaunchSpec, PlacedFile
     from corral.engines.runtimes.base import NodeCheck
     from corral.plan.contract import Plan
     from corral.plan.hardware.inventory import Inventory
+    from corral.plan.models.store import ModelSource
 
 
 Progress = Callable[[str, int, int], None]  # what, done, total
@@ -36,7 +44,7 @@ Progress = Callable[[str, int, int], None]  # what, done, total
 
 @dataclass(frozen=True)
 class ChosenPorts:
-    """Ports that were free when asked, and a word when one is not the one wanted."""
+    """Ports that were free when checked, and a note when the usual one was taken."""
 
     ports: Ports
     note: str = ""
@@ -44,10 +52,10 @@ class ChosenPorts:
 
 @dataclass(frozen=True)
 class AgentsStatus:
-    """What a target knows of the agents of a deployment; `alive` is None when it cannot be known from here.
+    """What a target knows of the agents of a deployment; `alive` is None when this machine cannot know it.
 
-    A target with states of its own (a queue) says them in `state`, `reason`, `text` and `remedy`; they hold while
-    the agents have said nothing later.
+    A target with states of its own (a queue) reports them in `state`, `reason`, `text` and `remedy`; they hold until
+    the agents report something later.
     """
 
     alive: bool | None
@@ -57,12 +65,12 @@ class AgentsStatus:
     reason: Reason | None = None
     text: str = ""
     remedy: str = ""
-    overrules: bool = False  # an end that the agents wrote too: the target caused it, or it is of an earlier attempt
+    overrules: bool = False  # also an end that the agents wrote: the target caused it, or an earlier attempt did
 
 
 @dataclass(frozen=True)
 class Lease:
-    """How long a deployment has its nodes; None: not known yet."""
+    """How long a deployment holds its nodes; None: not known yet."""
 
     submitted_s: float
     started_s: float | None = None
@@ -70,7 +78,7 @@ class Lease:
 
     @property
     def queue_s(self) -> float:
-        """How long it waited for its nodes; 0 while it still does."""
+        """How long it waited for its nodes; 0 while it still waits."""
         return max(0.0, self.started_s - self.submitted_s) if self.started_s else 0.0
 
 
@@ -83,7 +91,7 @@ class OwnJob:
 
 
 class JobState(StrEnum):
-    """Where a job of a scheduler stands; all but `running` are called as a deployment's states are."""
+    """The state of a scheduler's job; all but `running` are also states of a deployment."""
 
     QUEUED = State.QUEUED
     STARTING = State.STARTING
@@ -96,149 +104,167 @@ class JobState(StrEnum):
 
 @dataclass(frozen=True)
 class JobStatus:
-    """What a scheduler says of a job; `ended` is None when it cannot be asked."""
+    """A job as its scheduler reports it; `ended` is None when the scheduler does not answer."""
 
     state: JobState
     text: str
     remedy: str = ""
     ended: bool | None = False
     waiting: bool = False
-    reason: Reason | None = None  # why it ended, or why it can never start; None: as it should, or not known
+    reason: Reason | None = None  # why it ended, or can never start; None: it ended as it should, or not known
 
 
-class Target(Protocol):
-    """What every target can do."""
-
-    @property
-    def name(self) -> str: ...
-
-    def options(self) -> dict[str, object]:
-        """What makes the same target again; kept in the deployment's record."""
-        ...
+class Preflight:
+    """Checks before anything starts; each raises what cannot work."""
 
     def prepare(self) -> list[str]:
-        """Look at the nodes before anything is decided; refuse what cannot work. Things worth knowing."""
-        ...
+        """Inspect the nodes before anything is decided; returns notes for the user."""
+        return []
 
-    def nodes(self) -> tuple[Node, ...]:
-        """The nodes, head first."""
-        ...
+    def check(self, plan: Plan) -> None:
+        """Refuse a plan that the target cannot run, before anything is installed or fetched."""
 
-    def inventory(self) -> Inventory:
-        """The hardware of the nodes."""
-        ...
+    def verify(self, checks: Sequence[NodeCheck]) -> None:
+        """Run the runtime's checks on every node; refuse nodes that lack it or differ."""
+
+
+class NodeFiles:
+    """Where files lie on the nodes. The defaults hold where the nodes see this machine's files."""
 
     def home(self) -> str:
         """Corral's home on the nodes."""
-        ...
+        return str(home_dir())
 
     def node_folder(self, folder: DeploymentFolder, launch_id: str) -> DeploymentFolder:
         """A deployment's folder as the nodes see it."""
-        ...
-
-    def default_bind(self, expose: bool = False) -> str:
-        """The address a server listens on when the user names none: its own node only, or the cluster's network."""
-        ...
-
-    def choose_ports(self, bind: str, wanted: int | None, avoid: Collection[int] = ()) -> ChosenPorts:
-        """Ports on the head node; none of those to `avoid`, which others are going to take."""
-        ...
-
-    def base_url(self, bind: str, ports: Ports) -> str:
-        """Where this machine reaches the server; empty when that is known only once it runs."""
-        ...
+        return folder
 
     def place(self, path: Path, progress: Progress) -> str:
         """Make sure that a folder of this machine is on every node; its path there."""
-        ...
-
-    def fetching_hosts(self) -> tuple[str, ...]:
-        """Hosts that fetch a model of the hub themselves, instead of by way of this machine; empty: this one does."""
-        ...
-
-    def find_model(self, name: str, repo: str, at_least_bytes: int) -> str | None:
-        """Where every node already has a model of the hub; None when they have not, or nobody looked."""
-        ...
+        return str(path)
 
     def placed(self, path: Path) -> str:
-        """Where the nodes will find a model of this machine; nothing is moved, and nobody new is asked."""
-        ...
+        """Where `place` would put a folder; moves nothing."""
+        return str(path)
 
-    def reach(self, node: str) -> tuple[str, ...]:
-        """The words that bring a command to a node, for people; empty: none are needed."""
-        ...
+    def find_model(self, source: ModelSource, least_bytes: int) -> str | None:
+        """Where every node already has a model of the hub; None when one of them lacks it."""
+        return None
 
-    def shell(self) -> Ssh:
-        """The ssh that reaches its hosts."""
-        ...
-
-    def verify(self, checks: Sequence[NodeCheck]) -> None:
-        """Ask every node what the runtime wants to know before a start; refuse nodes that lack it or differ."""
-        ...
-
-    def files(self) -> tuple[PlacedFile, ...]:
-        """Files of Corral's that it needs on the nodes, beside those that every launch brings."""
-        ...
-
-    def start(self, spec: LaunchSpec, folder: DeploymentFolder) -> None:
-        """Place the files and start one agent per node, such that they outlive this process."""
-        ...
+    def fetch_model(self, source: ModelSource, least_bytes: int, progress: Progress) -> str | None:
+        """Let the nodes fetch a model of the hub themselves; its path there. None: this machine fetches it."""
+        return None
 
     def refresh(self, folder: DeploymentFolder) -> None:
         """Bring what the agents wrote since the last time into the folder on this machine."""
-        ...
 
-    def agents(self, folder: DeploymentFolder) -> AgentsStatus:
-        """Whether the agents run."""
-        ...
 
-    def stop(self, folder: DeploymentFolder, launch_id: str, grace_s: float) -> bool:
-        """Ask the agents to stop and wait; clean up behind agents that are gone. Whether nothing is left."""
-        ...
+class Access:
+    """How servers on the nodes are reached. The defaults hold for this machine."""
+
+    def default_bind(self, expose: bool = False) -> str:
+        """The address a server listens on when the user names none: its own node only, or the cluster's network."""
+        return "0.0.0.0" if expose else "127.0.0.1"  # noqa: S104 - asked for by the user
+
+    def base_url(self, bind: str, ports: Ports) -> str:
+        """Where this machine reaches the server; empty when that is known only once it runs."""
+        return server_url(bind, ports.serve)
 
     def forward(self, folder: DeploymentFolder) -> Forward | None:
-        """The way by which the endpoint is brought to this machine; None when none is needed."""
-        ...
+        """The ssh forward that brings the endpoint to this machine; None when none is needed."""
+        return None
+
+    def paste(self, spec: LaunchSpec, folder: DeploymentFolder, first: Sequence[str]) -> str:
+        """The launch as commands to paste, after those in `first`."""
+        return as_shell(spec, {}, first)
+
+
+@dataclass(frozen=True)
+class NoOptions:
+    """The options of a target that has none."""
+
+
+class Target(Declaration, Preflight, NodeFiles, Access, ABC):
+    """Starts one agent per node, says how the agents are, and stops them.
+
+    A new target writes the abstract members; whatever else differs from the defaults it overrides.
+    """
+
+    name: ClassVar[str]
+    OPTIONS: ClassVar[type] = NoOptions  # a dataclass, which is kept in the deployment's record
+
+    def __init__(self, chosen: Any) -> None:
+        self.chosen = chosen  # its options
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, object]) -> Self:
+        """A target from its options, which are checked."""
+        return cls(from_json(cls.OPTIONS, dict(options), f"the {cls.name} target"))
+
+    def options(self) -> dict[str, object]:
+        """What makes the same target again."""
+        options: dict[str, object] = to_json(self.chosen)
+        return options
+
+    @abstractmethod
+    def nodes(self) -> tuple[Node, ...]:
+        """The nodes, head first."""
+
+    @abstractmethod
+    def inventory(self) -> Inventory:
+        """The hardware of the nodes."""
+
+    @abstractmethod
+    def choose_ports(self, bind: str, wanted: int | None, avoid: Collection[int] = ()) -> ChosenPorts:
+        """Ports on the head node, none of those in `avoid`; the one that is wanted, or a refusal that names its
+        owner.
+        """
+
+    @abstractmethod
+    def start(self, spec: LaunchSpec, folder: DeploymentFolder) -> None:
+        """Place the files and start one agent per node, such that they outlive this process."""
+
+    @abstractmethod
+    def agents(self, folder: DeploymentFolder) -> AgentsStatus:
+        """Whether the agents run."""
+
+    @abstractmethod
+    def stop(self, folder: DeploymentFolder, launch_id: str, grace_s: float) -> bool:
+        """Stop the agents and wait; clean up after agents that are gone. Whether nothing is left."""
+
+    # what a scheduler may change besides
+
+    def script(self, spec: LaunchSpec, folder: DeploymentFolder) -> str:
+        """The batch script that `start` submits; empty without a scheduler. Pure."""
+        return ""
+
+    def larger(self) -> Iterator[Target]:
+        """The same target with more nodes, to try where a model does not fit; none when their number is fixed."""
+        return iter(())
 
 
 @runtime_checkable
 class Queue(Protocol):
-    """What a target that hands jobs to a scheduler can do besides."""
-
-    def check(self, plan: Plan) -> None:
-        """Refuse, before anything is queued, a plan that cannot work there."""
-        ...
-
-    def script(self, spec: LaunchSpec, folder: DeploymentFolder) -> str:
-        """The batch script that `start` submits. Pure."""
-        ...
-
-    def templates(self, spec: LaunchSpec, folder: DeploymentFolder) -> dict[Path, str]:
-        """What the agents are given, by file, one for each rank; tokens stand for what is found on the nodes."""
-        ...
-
-    def sizes(self) -> tuple[int, ...]:
-        """Numbers of nodes that may be tried when the user named none; empty when one was named."""
-        ...
-
-    def resized(self, nodes: int) -> Target:
-        """The same target with another number of nodes."""
-        ...
+    """What a target that submits jobs to a scheduler can do besides."""
 
     def job_of(self, folder: DeploymentFolder) -> str:
-        """The name of the deployment's job in the queue."""
+        """The id of the deployment's job."""
         ...
 
-    def hand_on(self, folder: DeploymentFolder, current: str) -> str:
-        """Queue the same job once more, to start when the current one is over; its name."""
+    def job_status(self, id: str) -> JobStatus:
+        """The status of a job, also of one that has ended."""
         ...
 
-    def with_renewal(self, options: Mapping[str, object]) -> dict[str, object]:
-        """Options for a job that sees to its own successors."""
+    def cancel_job(self, id: str) -> None:
+        """Take a job out of the queue, or end it."""
         ...
 
-    def with_runner(self, options: Mapping[str, object], runner: Sequence[str]) -> dict[str, object]:
-        """Options for a job that runs a command beside the model and ends with it."""
+    def submit_successor(self, folder: DeploymentFolder, current: str) -> str:
+        """Submit the same job once more, to start when the current one is over; its id."""
+        ...
+
+    def lease(self, folder: DeploymentFolder) -> Lease | None:
+        """How long the nodes are held; None when nothing was submitted, or the scheduler has forgotten the job."""
         ...
 
     def own_job(self, environ: Mapping[str, str]) -> OwnJob:
@@ -249,21 +275,25 @@ class Queue(Protocol):
         """Whether the address in the folder is of this attempt of the job."""
         ...
 
-    def job_status(self, id: str) -> JobStatus:
-        """How a job stands, also one that has ended."""
+    def with_renewal(self, options: Mapping[str, object]) -> dict[str, object]:
+        """Options for a job that submits its own successors."""
         ...
 
-    def cancel_job(self, id: str) -> None:
-        """Take a job out of the queue, or end it."""
+    def with_runner(self, options: Mapping[str, object], runner: Sequence[str]) -> dict[str, object]:
+        """Options for a job that runs a command beside the model and ends with it."""
         ...
 
-    def lease(self, folder: DeploymentFolder) -> Lease | None:
-        """How long the nodes are held; None when nothing was submitted, or nobody knows any more."""
-        ...
+
+def write_node_files(spec: LaunchSpec, folder: DeploymentFolder) -> None:
+    """Write the files of a launch into a folder that the nodes see, and make the folders of its ranks."""
+    make_private_dir(folder.node_files)
+    for file in spec.files:
+        write_atomic(folder.node_files / file.name, bundle(file.resource))
+    for rank in spec.ranks:
+        make_private_dir(folder.rank(rank.rank).path)
 
 
 def load_target(name: str, options: Mapping[str, object] | None = None) -> Target:
     """A target by name, with its options checked."""
-    made: Any = target_class(name)
-    found: Target = made.from_options(options or {})
-    return found
+    loaded = cast("type[Target]", target_class(name))
+    return loaded.from_options(options or {})

@@ -8,56 +8,38 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
-from corral.base.bundle import bundle
-from corral.base.errors import ConflictError, DataError, LaunchError, UsageError
-from corral.base.files import make_private_dir, write_atomic
-from corral.base.home import home_dir
+from corral.base.errors import ConflictError, DataError, LaunchError
+from corral.base.files import write_atomic
 from corral.base.processes import Identity, only_lingering, port_owner
 from corral.base.record import dump_json, load_json
 from corral.base.shell import run
-from corral.base.ssh import Forward
 from corral.deploy.deployment.folder import DeploymentFolder, RankFolder
 from corral.deploy.launch.links import Node, Ports
-from corral.deploy.launch.render import LaunchSpec, agent_spec, server_url
-from corral.deploy.targets.base import AgentsStatus, ChosenPorts, Declared, Progress
+from corral.deploy.launch.render import LaunchSpec, agent_spec
+from corral.deploy.targets.base import AgentsStatus, ChosenPorts, Target, write_node_files
 from corral.node.processes import marked
 from corral.node.sockets import free_port, reserved_ports
 
 if TYPE_CHECKING:
-    from corral.engines.runtimes.base import NodeCheck
     from corral.plan.hardware.inventory import Inventory
 
 
 DEFAULT_PORT = 8000
-_STARTED: list[subprocess.Popen[bytes]] = []  # agents are not waited for, but a long-lived program must reap them
+_STARTED: list[subprocess.Popen[bytes]] = []  # agents that this process started and must reap
 
 
-class LocalTarget(Declared):
+class LocalTarget(Target):
     """Starts ranks on this machine."""
 
     name = "local"
-
-    @classmethod
-    def from_options(cls, options: Mapping[str, object]) -> LocalTarget:
-        if options:
-            raise UsageError(
-                f"the local target takes no options, and was given {next(iter(options))!r}.", "Leave it out."
-            )
-        return cls()
+    HERE = True
 
     @classmethod
     def divisible(cls, options: Mapping[str, Any]) -> tuple[str, ...]:  # noqa: ARG003
         return (socket.gethostname(),)
-
-    def options(self) -> dict[str, object]:
-        return {}
-
-    def prepare(self) -> list[str]:
-        return []
 
     def nodes(self) -> tuple[Node, ...]:
         return (Node(socket.gethostname()),)
@@ -66,15 +48,6 @@ class LocalTarget(Declared):
         from corral.plan.hardware.inventory import probe
 
         return probe()
-
-    def home(self) -> str:
-        return str(home_dir())
-
-    def node_folder(self, folder: DeploymentFolder, launch_id: str) -> DeploymentFolder:
-        return folder
-
-    def default_bind(self, expose: bool = False) -> str:
-        return "0.0.0.0" if expose else "127.0.0.1"  # noqa: S104 - asked for by the user
 
     def choose_ports(self, bind: str, wanted: int | None, avoid: Collection[int] = ()) -> ChosenPorts:
         if wanted is not None:
@@ -94,30 +67,12 @@ class LocalTarget(Declared):
         number = free_port(bind, avoid=avoid)
         return ChosenPorts(Ports(number), f"port {DEFAULT_PORT} is held by {owner}; using {number}")
 
-    def base_url(self, bind: str, ports: Ports) -> str:
-        return server_url(bind, ports.serve)
-
-    def place(self, path: Path, progress: Progress) -> str:
-        return str(path)
-
     def start(self, spec: LaunchSpec, folder: DeploymentFolder) -> None:
-        make_private_dir(folder.node_files)
-        for file in spec.files:
-            write_atomic(folder.node_files / file.name, bundle(file.resource))
+        write_node_files(spec, folder)
         for rank in spec.ranks:
             files = folder.rank(rank.rank)
-            make_private_dir(files.path)
             write_atomic(files.spec, dump_json(agent_spec(spec, rank, folder)))
             _start_agent(folder, files)
-
-    def verify(self, checks: Sequence[NodeCheck]) -> None:
-        pass  # what is missing on this machine the engine says itself, and at once
-
-    def refresh(self, folder: DeploymentFolder) -> None:
-        pass  # the agents write into this very folder
-
-    def forward(self, folder: DeploymentFolder) -> Forward | None:
-        return None
 
     def agents(self, folder: DeploymentFolder) -> AgentsStatus:
         _STARTED[:] = [process for process in _STARTED if process.poll() is None]
@@ -137,7 +92,7 @@ class LocalTarget(Declared):
         deadline = time.monotonic() + grace_s + 20
         while time.monotonic() < deadline and self._may_run(folder, launch_id):
             time.sleep(0.05)
-        with contextlib.suppress(DataError):  # which agent it is cannot be read: what it started is ended by its id
+        with contextlib.suppress(DataError):  # the agent's file cannot be read: the launch id finds its processes
             if folder.ranks() and self.agents(folder).alive is not False:
                 return False
         return _sweep(folder, launch_id)
@@ -158,7 +113,7 @@ def _family(host: str) -> socket.AddressFamily:
 
 
 def _is_free(host: str, port: int) -> bool:
-    """Whether the port can be bound; closed connections that still linger on it are no hindrance.
+    """Whether the port can be bound; closed connections that linger on it do not count.
 
     Without SO_REUSEADDR, because vLLM binds with it long before it listens: two servers would both find it free.
     """
@@ -205,7 +160,7 @@ def _start_agent(folder: DeploymentFolder, rank: RankFolder) -> None:
     try:
         _STARTED.append(process)
         _wait_for_agent(process, rank)
-    except BaseException:  # interrupted: an agent without a folder could never be stopped again
+    except BaseException:  # interrupted: nothing could stop an agent without a folder
         process.terminate()
         process.wait(30)
         raise
@@ -215,9 +170,9 @@ def _wait_for_agent(process: subprocess.Popen[bytes], rank: RankFolder) -> None:
     deadline = time.monotonic() + 60
     while not rank.agent.exists():
         if process.poll() is not None or time.monotonic() > deadline:
-            said = rank.agent_log.read_text(errors="replace").strip()[-500:]
+            output = rank.agent_log.read_text(errors="replace").strip()[-500:]
             raise LaunchError(
-                f"the node agent did not start: {said or 'it said nothing'}", "Report this with the log."
+                f"the node agent did not start: {output or 'it said nothing'}", "Report this with the log."
             )
         time.sleep(0.005)
 

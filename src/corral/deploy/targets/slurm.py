@@ -1,8 +1,7 @@
 """A SLURM cluster: one batch job per deployment, one agent per node, all files on the shared file system.
 
 Which nodes there will be is known only once the job runs; until then addresses and ports are tokens, which
-`node/slurm_start.py` replaces on the nodes. What SLURM says of the job and what the agents wrote are put together by
-`deployment`; a controller that does not answer leaves the job unknown, never failed.
+`node/slurm_start.py` replaces on the nodes. `slurm_job` follows the job once it is submitted.
 """
 
 from __future__ import annotations
@@ -15,50 +14,27 @@ import shutil
 import sys
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from corral.base.bundle import bundle
 from corral.base.errors import CorralError, DoesNotFitError, EngineError, UnreachableError, UsageError
-from corral.base.files import make_private_dir, write_atomic
+from corral.base.files import write_atomic
 from corral.base.home import home_dir
-from corral.base.record import dump_json, load_json, to_json
+from corral.base.record import dump_json, to_json
 from corral.base.shell import run
-from corral.base.ssh import Forward
-from corral.base.wording import duration
+from corral.base.wording import duration, time_limit_s, time_limit_text
 from corral.deploy.deployment.folder import DeploymentFolder, chain_of
-from corral.deploy.deployment.state import Reason, State
 from corral.deploy.launch.links import Node, Ports
+from corral.deploy.launch.paste import as_batch
 from corral.deploy.launch.render import LaunchSpec, PlacedFile, agent_spec
 from corral.deploy.slurm import commands
-from corral.deploy.slurm.commands import SlurmJob
 from corral.deploy.slurm.options import SlurmOptions
 from corral.deploy.slurm.preflight import Allocation, find_allocation, refuse_lacking, refuse_unseen
 from corral.deploy.slurm.script import BatchJob, batch_script
-from corral.deploy.slurm.states import standing
-from corral.deploy.targets.base import (
-    AgentsStatus,
-    ChosenPorts,
-    Declared,
-    JobState,
-    JobStatus,
-    Lease,
-    OwnJob,
-    Progress,
-)
-from corral.deploy.targets.keys import Flag, Shared, Size, at_least, key, number, one_word, only_said, time_limit
-from corral.deploy.targets.slurm_job import (
-    Submitted,
-    agents_of,
-    clear_up,
-    forgotten,
-    has_lost_a_node,
-    is_over,
-    look,
-    submitted_job,
-    unasked,
-)
+from corral.deploy.targets.base import ChosenPorts, Target, write_node_files
+from corral.deploy.targets.keys import Flag, Shared, Size, at_least, key, number, one_word, only_set, time_limit
+from corral.deploy.targets.slurm_job import SlurmJobs, Submitted
 from corral.plan.hardware.inventory import Inventory, parse_gpus
 
 if TYPE_CHECKING:
@@ -67,18 +43,15 @@ if TYPE_CHECKING:
 
 
 DEFAULT_TIME_S = 4 * 3600.0  # where neither the user nor the partition says how long
-END_PATIENCE_S = 90.0  # for a cancelled job: KillWait and epilogues
-LOST_PATIENCE_S = 5.0  # for one that has lost a node: SLURM ends it once the node answers, or is given up
-SIGNAL_EARLY_S = 60.0  # by so much SLURM may send a signal before its time, says sbatch's manual
 SIZES = (2, 3, 4, 8, 16)
 
 
 def _sbatch(value: Mapping[str, object]) -> str:
-    for name, given in value.items():
+    for name, item in value.items():
         if not re.fullmatch(r"[a-z][a-z0-9-]*", name):
             return f"names of #SBATCH options without dashes in front; {name!r} is not one"
-        if not isinstance(given, (str, int, bool)) or (isinstance(given, str) and not given.isprintable()):
-            return f"text, numbers or true; {name} is {given!r}"
+        if not isinstance(item, (str, int, bool)) or (isinstance(item, str) and not item.isprintable()):
+            return f"text, numbers or true; {name} is {item!r}"
     return ""
 
 
@@ -105,17 +78,18 @@ class SlurmKeys:
     error: str | None = key("`--error` (default: with the output)", None, one_word, "%x.%j.err")
     modules: tuple[str, ...] = key("modules that the job loads before anything else", (), None, ["cuda"])
     extra: Mapping[str, str | int | bool] = key(
-        "other #SBATCH options, passed on as they stand", {}, _sbatch, {"mail-type": "END"}
+        "other #SBATCH options, passed on as they are", {}, _sbatch, {"mail-type": "END"}
     )
 
 
-@dataclass
-class SlurmTarget(Declared):
-    """Hands deployments to SLURM."""
+class SlurmTarget(SlurmJobs, Target):
+    """Submits deployments to SLURM."""
 
-    TITLE: ClassVar[str] = "SLURM"
-    TABLE: ClassVar[type] = SlurmKeys
-    FLAGS: ClassVar[tuple[Flag, ...]] = (
+    name = "slurm"
+    TITLE = "SLURM"
+    TABLE = SlurmKeys
+    OPTIONS = SlurmOptions
+    FLAGS = (
         Flag("--time", "time", "How long the job may run.", "H:MM:SS"),
         Flag("--account", "account", "The account it is charged to."),
         Flag("--partition", "partition", "The partition (default: the cluster's, or one with GPUs)."),
@@ -124,24 +98,25 @@ class SlurmTarget(Declared):
         Flag("--slurm", "", "Any other option of sbatch, or of the slurm target; repeatable.", "KEY=VALUE"),
     )
     VARIABLES: ClassVar[Mapping[str, str]] = {"CORRAL_PARTITION": "partition", "CORRAL_ACCOUNT": "account"}
-    NODES_KNOWN: ClassVar[bool] = False
+    NODES_KNOWN = False
+    FILES = (PlacedFile("node/slurm_start.py", "slurm_start.py"),)
 
-    given: SlurmOptions
-    name: str = field(default="slurm", init=False)
-    _allocation: Allocation | None = field(default=None, init=False)
+    def __init__(self, chosen: SlurmOptions) -> None:
+        super().__init__(chosen)
+        self._allocation: Allocation | None = None
 
     @classmethod
-    def from_options(cls, options: Mapping[str, object]) -> SlurmTarget:
+    def from_options(cls, options: Mapping[str, object]) -> Self:
         return cls(SlurmOptions.read(options).facts())
 
     @classmethod
     def from_profile(cls, table: SlurmKeys, shared: Shared) -> dict[str, object]:
-        return only_said({
+        return only_set({
             **vars(table),
             "modules": list(table.modules),
             "extra": dict(table.extra),
             "nodes": table.nodes or shared.hardware.nodes,
-            "hardware": only_said(vars(shared.hardware)),
+            "hardware": only_set(vars(shared.hardware)),
             "interface": shared.network.interface,
             "hca": shared.network.hca,
             "max_jobs": shared.limits.max_jobs,
@@ -156,75 +131,65 @@ class SlurmTarget(Declared):
     def contradictions(cls, table: SlurmKeys, shared: Shared) -> Iterator[tuple[str, str, str]]:
         named = parse_gpus(shared.hardware.gpus) if shared.hardware.gpus else None
         if named and (table.gpus_per_node or 0) > named.gpus_per_node:
-            said = f"slurm.gpus_per_node is {table.gpus_per_node}"
-            yield "gpus_per_node", said, f"a node has {shared.hardware.gpus}"
+            text = f"slurm.gpus_per_node is {table.gpus_per_node}"
+            yield "gpus_per_node", text, f"a node has {shared.hardware.gpus}"
         limit = shared.limits.max_time
-        if limit and table.time and (commands.seconds(table.time) or 0) > (commands.seconds(limit) or 0):
+        if limit and table.time and (time_limit_s(table.time) or 0) > (time_limit_s(limit) or 0):
             yield "time", f"slurm.time is {table.time}", f"limits.max_time is {limit}"
 
     @classmethod
     def size(cls, options: Mapping[str, Any]) -> Size:
         gpus = options.get("hardware", {}).get("gpus")
         per_node = number(options.get("gpus_per_node", parse_gpus(gpus).gpus_per_node if gpus else 0))
-        return Size(
-            number(options.get("nodes")) or 1, per_node, commands.seconds(str(options.get("time", "0"))) or 0.0
-        )
+        return Size(number(options.get("nodes")) or 1, per_node, time_limit_s(str(options.get("time", "0"))) or 0.0)
 
     def options(self) -> dict[str, object]:
-        said = {one.name: getattr(self.given, one.name) for one in fields(SlurmOptions)}
-        defaults = SlurmOptions()
-        return {name: to_json(value) for name, value in said.items() if value != getattr(defaults, name)}
+        defaults = vars(SlurmOptions())
+        return {name: to_json(value) for name, value in vars(self.chosen).items() if value != defaults[name]}
 
     def prepare(self) -> list[str]:
         if shutil.which("srun"):
-            refuse_unseen(home_dir(), self._where())
+            refuse_unseen(home_dir(), self._partition_options())
         return []
 
-    def _where(self) -> list[str]:
-        """The options that lead to the job's partition."""
+    def _partition_options(self) -> list[str]:
+        """The options of `srun` that lead to the job's nodes."""
         names = ("partition", "account", "qos", "reservation", "constraint")
-        said = {name: str(getattr(self.given, name)) for name in names}
-        return [f"--{name}={value}" for name, value in said.items() if value]
+        return [f"--{name}={value}" for name in names if (value := getattr(self.chosen, name))]
 
     # what is known before
 
     def nodes(self) -> tuple[Node, ...]:
-        count = self.given.nodes or 1
+        count = self.chosen.nodes or 1
         return tuple(Node(f"rank{rank}", f"@ADDRESS{rank}@", self._network(rank, count)) for rank in range(count))
 
     def _network(self, rank: int, count: int) -> dict[str, str]:
-        """Named here, so that they also enter containers; their values are found on the nodes."""
-        found = {"NCCL_IB_HCA": self.given.hca} if self.given.hca else {}
+        """Network variables by name, so that they also enter containers; their values are found on the nodes."""
+        env = {"NCCL_IB_HCA": self.chosen.hca} if self.chosen.hca else {}
         if count > 1:
-            if not self.given.hca:
-                found |= {"NCCL_IB_HCA": f"=@HCA{rank}@", "NCCL_IB_DISABLE": "@NO_RDMA@"}
-            found |= {"NCCL_SOCKET_IFNAME": f"=@INTERFACE{rank}@", "GLOO_SOCKET_IFNAME": f"@INTERFACE{rank}@"}
-        return found
+            if not self.chosen.hca:
+                env |= {"NCCL_IB_HCA": f"=@HCA{rank}@", "NCCL_IB_DISABLE": "@NO_RDMA@"}
+            env |= {"NCCL_SOCKET_IFNAME": f"=@INTERFACE{rank}@", "GLOO_SOCKET_IFNAME": f"@INTERFACE{rank}@"}
+        return env
 
     def inventory(self) -> Inventory:
-        return self._found().inventory
+        return self._allocated().inventory
 
-    def _found(self) -> Allocation:
+    def _allocated(self) -> Allocation:
         if self._allocation is None:
-            self._allocation = find_allocation(self.given)
+            self._allocation = find_allocation(self.chosen)
         return self._allocation
 
     def home(self) -> str:
-        if not self.given.home:
+        if not self.chosen.home:
             return str(home_dir())
-        home = Path(os.path.expandvars(self.given.home)).expanduser()  # the file system is shared with the nodes
+        home = Path(os.path.expandvars(self.chosen.home)).expanduser()  # the file system is shared with the nodes
         if not home.is_absolute():
-            raise UsageError(f"Corral's home on the nodes cannot be {self.given.home!r}.", "Give an absolute path.")
+            raise UsageError(f"Corral's home on the nodes cannot be {self.chosen.home!r}.", "Give an absolute path.")
         return str(home)
 
-    def node_folder(self, folder: DeploymentFolder, launch_id: str) -> DeploymentFolder:
-        return folder
-
-    def files(self) -> tuple[PlacedFile, ...]:
-        return (PlacedFile("node/slurm_start.py", "slurm_start.py"),)
-
     def verify(self, checks: Sequence[NodeCheck]) -> None:
-        """The nodes are known only once the job runs; but what lies on the shared file system can be asked here."""
+        """The nodes are known only once the job runs; what lies on the shared file system can be checked here."""
         for check in checks:
             if not check.details.get("shared"):
                 continue
@@ -235,7 +200,7 @@ class SlurmTarget(Declared):
             if done.code == 1 and check.details["refusal"] in done.last_line:
                 raise EngineError(f"{check.what}: {done.last_line}", check.remedy)
         if any(check.light for check in checks):
-            refuse_lacking(checks, self._where())
+            refuse_lacking(checks, self._partition_options())
 
     def default_bind(self, expose: bool = False) -> str:
         return "0.0.0.0"  # noqa: S104 - users sit on the login node; every path needs the key
@@ -246,48 +211,40 @@ class SlurmTarget(Declared):
     def base_url(self, bind: str, ports: Ports) -> str:
         return ""
 
-    def place(self, path: Path, progress: Progress) -> str:
-        return str(path)  # the file system is shared
+    # the job
 
-    def forward(self, folder: DeploymentFolder) -> Forward | None:
-        return None
+    def larger(self) -> Iterator[SlurmTarget]:
+        for nodes in () if self.chosen.nodes else SIZES:
+            yield SlurmTarget(replace(self.chosen, nodes=nodes))
 
-    # the queue's own (targets.base.Queue)
-
-    def sizes(self) -> tuple[int, ...]:
-        return () if self.given.nodes else SIZES
-
-    def resized(self, nodes: int) -> SlurmTarget:
-        return SlurmTarget(replace(self.given, nodes=nodes))
-
-    def time_s(self) -> float | None:
-        """How long the job may run: as asked, or as the partition gives, or four hours where it gives no end."""
-        partition = self._found().partition
-        if self.given.time_s:
-            return self.given.time_s
+    def time_s(self) -> float:
+        """How long the job may run: as requested, else the partition's default, else four hours or its limit."""
+        partition = self._allocated().partition
+        if self.chosen.time_s:
+            return self.chosen.time_s
         if partition and partition.default_time_s:
             return partition.default_time_s
         limit = partition.max_time_s if partition else None
         return min(limit, DEFAULT_TIME_S) if limit else DEFAULT_TIME_S
 
     def check(self, plan: Plan) -> None:
-        time_s, partition = self.time_s() or 0.0, self._found().partition
+        time_s, partition = self.time_s(), self._allocated().partition
         if partition and partition.max_time_s and time_s > partition.max_time_s:
             most = duration(partition.max_time_s)
             raise DoesNotFitError(
                 f"partition {partition.name} gives a job {most}, and {duration(time_s)} were requested.",
                 "Ask for less with --time, or name another --partition.",
             )
-        if partition and partition.max_nodes and (self.given.nodes or 1) > partition.max_nodes:
+        if partition and partition.max_nodes and (self.chosen.nodes or 1) > partition.max_nodes:
             raise DoesNotFitError(
-                f"partition {partition.name} gives a job {partition.max_nodes} nodes, not {self.given.nodes}.",
+                f"partition {partition.name} gives a job {partition.max_nodes} nodes, not {self.chosen.nodes}.",
                 "Ask for fewer with --nodes, or name another --partition.",
             )
         load_s = plan.speed.load_s or 0.0
-        if load_s + self.given.signal_s >= time_s:
+        if load_s + self.chosen.signal_s >= time_s:
             raise DoesNotFitError(
                 f"loading takes about {duration(load_s)}, and the job has {duration(time_s)}, of which the last "
-                f"{duration(self.given.signal_s)} are for draining: it would end before it answers.",
+                f"{duration(self.chosen.signal_s)} are for draining: it would end before it answers.",
                 "Ask for more with --time.",
                 load_s=load_s,
                 time_s=time_s,
@@ -298,182 +255,52 @@ class SlurmTarget(Declared):
                 commands.refuse_unknown(batch_script(self._job("test", "test", "/nonexistent")))
 
     def script(self, spec: LaunchSpec, folder: DeploymentFolder) -> str:
-        title = f"{spec.model} with vLLM {spec.engine} on {self._found().inventory.label}"
+        title = f"{spec.model} with vLLM {spec.engine} on {self._allocated().inventory.label}"
         return batch_script(self._job(spec.deployment, title, str(folder.path)))
 
     def _job(self, deployment: str, title: str, folder: str) -> BatchJob:
-        given, found = self.given, self._found()
-        inventory, shape = found.inventory, found.shape
+        options, allocation = self.chosen, self._allocated()
+        inventory, shape = allocation.inventory, allocation.shape
         gpus = inventory.gpus_per_node if inventory.gpu else 0
-        whole = given.exclusive or shape is None or not gpus or gpus == shape.gpus
-        cpus = given.cpus_per_task or (inventory.cpu_cores if shape else None)
-        mem = given.mem or ("" if shape is None else "0" if whole else f"{inventory.host_memory_bytes >> 20}M")
-        return BatchJob(
-            deployment=deployment,
-            title=title,
-            folder=folder,
-            nodes=given.nodes or 1,
-            partition=given.partition or (found.partition.name if found.partition else ""),
-            account=given.account,
-            qos=given.qos,
-            reservation=given.reservation,
-            constraint=given.constraint,
+        whole = options.exclusive or shape is None or not gpus or gpus == shape.gpus
+        memory = "" if shape is None else "0" if whole else f"{inventory.host_memory_bytes >> 20}M"
+        settled = replace(
+            options,
+            partition=options.partition or (allocation.partition.name if allocation.partition else ""),
             gpus_per_node=gpus,
-            cpus_per_task=cpus,
-            mem=mem,
-            exclusive=given.exclusive,
-            time_s=self.time_s(),
-            signal_s=given.signal_s,
-            requeue=given.requeue,
-            job_name=given.job_name,
-            output=given.output,
-            error=given.error,
-            modules=given.modules,
-            python=given.python,
-            runner=given.runner,
-            extra=given.extra,
-            renewer=_renewer(deployment) if given.renew else "",
+            cpus_per_task=options.cpus_per_task or (inventory.cpu_cores if shape else None),
+            mem=options.mem or memory,
+            time=time_limit_text(self.time_s()),
         )
-
-    # the job
+        return BatchJob(deployment, title, folder, settled, _renewer(deployment) if options.renew else "")
 
     def start(self, spec: LaunchSpec, folder: DeploymentFolder) -> None:
-        make_private_dir(folder.node_files)
-        for file in spec.files:
-            write_atomic(folder.node_files / file.name, bundle(file.resource))
-        for rank in spec.ranks:
-            make_private_dir(folder.rank(rank.rank).path)
-        for path, text in self.templates(spec, folder).items():
+        write_node_files(spec, folder)
+        for path, text in self._templates(spec, folder).items():
             write_atomic(path, text)
         write_atomic(folder.script, spec.script or self.script(spec, folder), 0o700)
         id = commands.submit(folder.script)
         try:
             write_atomic(folder.job, dump_json(Submitted(id, time.time(), self.time_s())))
-        except BaseException:  # a job that nobody knows of could never be stopped again
+        except BaseException:  # nothing could stop a job without a record
             folder.job.unlink(missing_ok=True)
             commands.cancel(id)
             raise
 
-    def templates(self, spec: LaunchSpec, folder: DeploymentFolder) -> dict[Path, str]:
+    def paste(self, spec: LaunchSpec, folder: DeploymentFolder, first: Sequence[str]) -> str:
+        return as_batch(spec, folder.script, self._templates(spec, folder), first)
+
+    def _templates(self, spec: LaunchSpec, folder: DeploymentFolder) -> dict[Path, str]:
+        """The agents' specs by file, one for each rank; tokens stand for what is found on the nodes."""
         return {
             folder.rank(rank.rank).template: dump_json(
-                {**agent_spec(spec, rank, folder), "interface": self.given.interface}
+                {**agent_spec(spec, rank, folder), "interface": self.chosen.interface}
             )
             for rank in spec.ranks
         }
 
-    def job_of(self, folder: DeploymentFolder) -> str:
-        """The number of the deployment's job."""
-        submitted = submitted_job(folder)
-        return submitted.id if submitted else ""
-
-    def hand_on(self, folder: DeploymentFolder, current: str) -> str:
-        """Submit the same job once more, to start when the current one is over; its number."""
-        id = commands.submit(folder.script, f"--dependency=afterany:{current}")
-        write_atomic(folder.job, dump_json(Submitted(id, time.time(), self.given.time_s)))
-        return id
-
-    def with_renewal(self, options: Mapping[str, object]) -> dict[str, object]:
-        return {**options, "renew": True}
-
-    def with_runner(self, options: Mapping[str, object], runner: Sequence[str]) -> dict[str, object]:
-        return {"requeue": True, **options, "runner": list(runner)}
-
-    def own_job(self, environ: Mapping[str, str]) -> OwnJob:
-        id = environ.get("SLURM_JOB_ID", "")
-        return OwnJob(id, f"{id}.{environ.get('SLURM_RESTART_COUNT', '0')}")
-
-    def is_placed(self, folder: DeploymentFolder, own: OwnJob) -> bool:
-        with contextlib.suppress(CorralError, OSError):
-            meeting: dict[str, Any] = load_json(dict, folder.path / "rendezvous.json")
-            return bool(meeting.get("attempt") == own.attempt)
-        return False
-
-    def job_status(self, id: str) -> JobStatus:
-        try:
-            job = commands.find_job(id)
-        except CorralError as error:  # it cannot be asked: nothing is known, and nothing has failed
-            return JobStatus(JobState.UNKNOWN, error.message, error.remedy, None)
-        if job is None:
-            text = f"job {id} is over, and SLURM no longer knows how it ended"
-            return JobStatus(JobState.STOPPED, text, ended=True, reason=Reason.JOB_FORGOTTEN)
-        if job.state == "COMPLETED":
-            return JobStatus(JobState.STOPPED, f"job {id} has ended", ended=True)
-        if job.state == "RUNNING":
-            return JobStatus(JobState.RUNNING, f"job {id} runs on {job.nodes}")
-        said = standing(job)
-        waiting = said.state is State.QUEUED
-        return JobStatus(JobState(said.state), said.text, said.remedy, said.ended, waiting, said.reason)
-
-    def cancel_job(self, id: str) -> None:
-        commands.cancel(id)
-
-    def refresh(self, folder: DeploymentFolder) -> None:
-        pass  # the agents write into this very folder
-
-    def agents(self, folder: DeploymentFolder) -> AgentsStatus:
-        submitted = submitted_job(folder)
-        if submitted is None:
-            return AgentsStatus(False)
-        try:
-            job = look(folder, submitted)
-        except CorralError as error:
-            return unasked(folder, submitted, error)
-        if job is None:
-            return forgotten(submitted)
-        if job != submitted.last and (submitted.last is None or job.state != submitted.last.state):
-            with contextlib.suppress(OSError):
-                write_atomic(folder.job, dump_json(replace(submitted, last=job)))
-                if standing(job).ended:
-                    clear_up(folder, job)
-        return agents_of(folder, submitted, job, own_output=bool(self.given.output))
-
-    def lease(self, folder: DeploymentFolder) -> Lease | None:
-        submitted = submitted_job(folder)
-        job = look(folder, submitted) if submitted else None
-        if submitted is None or job is None:
-            return None
-        if standing(job).state is State.QUEUED:  # what SLURM expects is no promise
-            return Lease(submitted.submitted_s)
-        ends_s = job.end_s or (job.start_s + submitted.time_s if job.start_s and submitted.time_s else None)
-        drains_s = ends_s - self.given.signal_s - SIGNAL_EARLY_S if ends_s else None
-        return Lease(submitted.submitted_s, job.start_s, drains_s)
-
-    def stop(self, folder: DeploymentFolder, launch_id: str, grace_s: float) -> bool:
-        submitted = submitted_job(folder)
-        if submitted is None:
-            return True
-        for rank in folder.ranks():
-            rank.stop.touch(mode=0o600)
-        job = look(folder, submitted, commands.PATIENCE_S)
-        if job is None or standing(job).ended:
-            return True
-        write_atomic(folder.job, dump_json(replace(submitted, stop_asked=True)))
-
-        def lost() -> bool:
-            return has_lost_a_node(folder, job)
-
-        if standing(job).state is not State.QUEUED and not lost():  # the agents take their engines down and say so
-            commands.cancel(submitted.id, "TERM")
-            if is_over(submitted.id, grace_s + 20, lost):
-                return True
-        commands.cancel(submitted.id)
-        if is_over(submitted.id, LOST_PATIENCE_S if lost() else END_PATIENCE_S):
-            return True
-        if lost():
-            raise _not_ended(job)
-        return False
-
-
-def _not_ended(job: SlurmJob) -> UnreachableError:
-    return UnreachableError(
-        f"job {job.id} on {job.nodes} is cancelled, but a node does not answer, so what runs there may go on.",
-        "All else was stopped; an agent that is cut off ends its engine by itself within seconds, and SLURM ends the"
-        " job when the node is back or given up. Run the same `corral down` again then.",
-    )
-
 
 def _renewer(deployment: str) -> str:
-    """The command that looks after what follows; the nodes share this machine's file system, and so this Python."""
+    """The command that submits successors; the nodes share this machine's file system, and so this Python."""
     home = f"CORRAL_HOME={shlex.quote(str(home_dir()))}"
     return f"{home} {shlex.join([sys.executable, '-m', 'corral', 'renew', chain_of(deployment)])}"

@@ -1,28 +1,36 @@
-"""The job of a deployment on SLURM: as kept in its folder, as SLURM shows it, and what both say of the agents."""
+"""The job of a deployment on SLURM: the record in its folder, the queue's answer, and what both say of the agents.
+
+A controller that does not answer leaves the job unknown, never failed.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from corral.base.errors import CorralError, UnreachableError
-from corral.base.record import load_json
+from corral.base.files import write_atomic
+from corral.base.record import dump_json, load_json
 from corral.base.ssh import announced_wait
 from corral.deploy.deployment.diagnosis import last_lines
-from corral.deploy.deployment.events import read_events
+from corral.deploy.deployment.events import last_state
 from corral.deploy.deployment.folder import DeploymentFolder, RankFolder
 from corral.deploy.deployment.state import ENDED, Reason, State
 from corral.deploy.slurm import commands
 from corral.deploy.slurm.commands import SlurmJob
+from corral.deploy.slurm.options import SlurmOptions
 from corral.deploy.slurm.preflight import REMEDY
 from corral.deploy.slurm.script import NOT_SEEN
-from corral.deploy.slurm.states import JobVerdict, exit_of, standing
-from corral.deploy.targets.base import AgentsStatus
+from corral.deploy.slurm.states import JobVerdict, exit_of, job_verdict
+from corral.deploy.targets.base import AgentsStatus, JobState, JobStatus, Lease, OwnJob
 
+END_PATIENCE_S = 90.0  # for a cancelled job: KillWait and epilogues
+LOST_PATIENCE_S = 5.0  # for one that has lost a node: SLURM ends it once the node answers, or is given up
+SIGNAL_EARLY_S = 60.0  # SLURM may send a signal this much early, says sbatch's manual
 RUNS = ("RUNNING", "SIGNALING", "RESIZING")
 _seen_agents: dict[str, tuple[int, int]] = {}  # the agents' file when SLURM was last asked
 
@@ -38,15 +46,128 @@ class Submitted:
     last: SlurmJob | None = None  # as SLURM last showed it
 
 
+class SlurmJobs:
+    """The jobs of SLURM: `targets.base.Queue`, and what they say of a deployment's agents."""
+
+    chosen: SlurmOptions
+
+    def job_of(self, folder: DeploymentFolder) -> str:
+        submitted = submitted_job(folder)
+        return submitted.id if submitted else ""
+
+    def submit_successor(self, folder: DeploymentFolder, current: str) -> str:
+        id = commands.submit(folder.script, f"--dependency=afterany:{current}")
+        write_atomic(folder.job, dump_json(Submitted(id, time.time(), self.chosen.time_s)))
+        return id
+
+    def with_renewal(self, options: Mapping[str, object]) -> dict[str, object]:
+        return {**options, "renew": True}
+
+    def with_runner(self, options: Mapping[str, object], runner: Sequence[str]) -> dict[str, object]:
+        return {"requeue": True, **options, "runner": list(runner)}
+
+    def own_job(self, environ: Mapping[str, str]) -> OwnJob:
+        id = environ.get("SLURM_JOB_ID", "")
+        return OwnJob(id, f"{id}.{environ.get('SLURM_RESTART_COUNT', '0')}")
+
+    def is_placed(self, folder: DeploymentFolder, own: OwnJob) -> bool:
+        with contextlib.suppress(CorralError, OSError):
+            rendezvous: dict[str, Any] = load_json(dict, folder.path / "rendezvous.json")
+            return bool(rendezvous.get("attempt") == own.attempt)
+        return False
+
+    def job_status(self, id: str) -> JobStatus:
+        try:
+            job = commands.find_job(id)
+        except CorralError as error:  # the controller does not answer: nothing is known, and nothing has failed
+            return JobStatus(JobState.UNKNOWN, error.message, error.remedy, None)
+        if job is None:
+            text = f"job {id} is over, and SLURM no longer knows how it ended"
+            return JobStatus(JobState.STOPPED, text, ended=True, reason=Reason.JOB_FORGOTTEN)
+        if job.state == "COMPLETED":
+            return JobStatus(JobState.STOPPED, f"job {id} has ended", ended=True)
+        if job.state == "RUNNING":
+            return JobStatus(JobState.RUNNING, f"job {id} runs on {job.nodes}")
+        verdict = job_verdict(job)
+        waiting = verdict.state is State.QUEUED
+        return JobStatus(
+            JobState(verdict.state), verdict.text, verdict.remedy, verdict.ended, waiting, verdict.reason
+        )
+
+    def cancel_job(self, id: str) -> None:
+        commands.cancel(id)
+
+    def agents(self, folder: DeploymentFolder) -> AgentsStatus:
+        submitted = submitted_job(folder)
+        if submitted is None:
+            return AgentsStatus(False)
+        try:
+            job = read_job(folder, submitted)
+        except CorralError as error:
+            return _without_controller(folder, submitted, error)
+        if job is None:
+            return _forgotten(submitted)
+        if job != submitted.last and (submitted.last is None or job.state != submitted.last.state):
+            with contextlib.suppress(OSError):
+                write_atomic(folder.job, dump_json(replace(submitted, last=job)))
+                if job_verdict(job).ended:
+                    _clear_up(folder, job)
+        return _agents_of(folder, submitted, job, own_output=bool(self.chosen.output))
+
+    def lease(self, folder: DeploymentFolder) -> Lease | None:
+        submitted = submitted_job(folder)
+        job = read_job(folder, submitted) if submitted else None
+        if submitted is None or job is None:
+            return None
+        if job_verdict(job).state is State.QUEUED:  # what SLURM expects is no promise
+            return Lease(submitted.submitted_s)
+        ends_s = job.end_s or (job.start_s + submitted.time_s if job.start_s and submitted.time_s else None)
+        drains_s = ends_s - self.chosen.signal_s - SIGNAL_EARLY_S if ends_s else None
+        return Lease(submitted.submitted_s, job.start_s, drains_s)
+
+    def stop(self, folder: DeploymentFolder, launch_id: str, grace_s: float) -> bool:
+        submitted = submitted_job(folder)
+        if submitted is None:
+            return True
+        for rank in folder.ranks():
+            rank.stop.touch(mode=0o600)
+        job = read_job(folder, submitted, commands.PATIENCE_S)
+        if job is None or job_verdict(job).ended:
+            return True
+        write_atomic(folder.job, dump_json(replace(submitted, stop_asked=True)))
+
+        def lost() -> bool:
+            return _has_lost_a_node(folder, job)
+
+        if job_verdict(job).state is not State.QUEUED and not lost():  # the agents end their engines and write so
+            commands.cancel(submitted.id, "TERM")
+            if _is_over(submitted.id, grace_s + 20, lost):
+                return True
+        commands.cancel(submitted.id)
+        if _is_over(submitted.id, LOST_PATIENCE_S if lost() else END_PATIENCE_S):
+            return True
+        if lost():
+            raise _not_ended(job)
+        return False
+
+
+def _not_ended(job: SlurmJob) -> UnreachableError:
+    return UnreachableError(
+        f"job {job.id} on {job.nodes} is cancelled, but a node does not answer, so what runs there may go on.",
+        "All else was stopped; an agent that is cut off ends its engine by itself within seconds, and SLURM ends the"
+        " job when the node is back or given up. Run the same `corral down` again then.",
+    )
+
+
 def submitted_job(folder: DeploymentFolder) -> Submitted | None:
     with contextlib.suppress(FileNotFoundError):
         return load_json(Submitted, folder.job)
     return None
 
 
-def look(folder: DeploymentFolder, submitted: Submitted, patience_s: float = commands.LOOK_S) -> SlurmJob | None:
-    """The job now; what has ended stays as it was, and news from the agents make SLURM worth asking again."""
-    if submitted.last is not None and standing(submitted.last).ended:
+def read_job(folder: DeploymentFolder, submitted: Submitted, patience_s: float = commands.LOOK_S) -> SlurmJob | None:
+    """The job now; an ended job stays as it was, and a new agent's file makes the kept answer stale."""
+    if submitted.last is not None and job_verdict(submitted.last).ended:
         return submitted.last
     agents = _stamp(folder.rank(0).agent)
     if _seen_agents.get(str(folder.path)) != agents:
@@ -58,87 +179,87 @@ def look(folder: DeploymentFolder, submitted: Submitted, patience_s: float = com
 
 def _stamp(path: Path) -> tuple[int, int]:
     try:
-        found = path.stat()
+        stat = path.stat()
     except OSError:
         return (0, 0)
-    return (found.st_ino, found.st_mtime_ns)
+    return (stat.st_ino, stat.st_mtime_ns)
 
 
-def is_over(id: str, patience_s: float, hopeless: Callable[[], bool] = lambda: False) -> bool:
-    """Wait until the job has left its nodes, for so long, or until that can no longer be expected."""
+def _is_over(id: str, patience_s: float, hopeless: Callable[[], bool] = lambda: False) -> bool:
+    """Wait until the job has left its nodes; false after `patience_s`, or once waiting is `hopeless`."""
     deadline = time.monotonic() + patience_s
     with announced_wait(f"waiting for SLURM to end job {id}"):
         while True:
             commands.forget_answers()
             job = commands.jobs(commands.PATIENCE_S).get(id)
-            if job is None or standing(job).ended:
+            if job is None or job_verdict(job).ended:
                 return True
             if time.monotonic() > deadline or hopeless():
                 return False
             time.sleep(0.5)
 
 
-def has_lost_a_node(folder: DeploymentFolder, job: SlurmJob) -> bool:
-    """Whether a rank of this attempt ended for a node that fell silent; the others end by themselves, too.
+def _has_lost_a_node(folder: DeploymentFolder, job: SlurmJob) -> bool:
+    """Whether a rank of this attempt ended because of a lost node; the others end by themselves, too.
 
     SLURM keeps the job until that node answers, or is given up after SlurmdTimeout: five minutes on most clusters.
     """
-    ends = [_last_state(rank) for rank in folder.ranks() if _is_of(rank, job)]
+    ends = [_end_of(rank) for rank in folder.ranks() if _is_of(rank, job)]
     return any(state in ENDED and reason == Reason.NODE_LOST for state, reason in ends)
 
 
-def agents_of(
+def _agents_of(
     folder: DeploymentFolder, submitted: Submitted, job: SlurmJob, own_output: bool = False
 ) -> AgentsStatus:
-    """What SLURM says, where it says more than the agents do; `own_output`: the job's log is not in the folder."""
-    found = standing(job, str(folder.job_log))
-    if found.ended and submitted.stop_asked:
+    """What SLURM knows beyond the agents; `own_output`: the job's log is not in the folder."""
+    verdict = job_verdict(job, str(folder.job_log))
+    if verdict.ended and submitted.stop_asked:
         return AgentsStatus(False, state=State.STOPPED, reason=Reason.REQUESTED, overrules=True)
-    signalled = _ended_unasked(folder, submitted)
+    signalled = _was_signalled(folder, submitted)
     if job.state in RUNS and _agents_run(folder, job):
-        if signalled:  # SLURM told the agents to end, and will say why in a moment
+        if signalled:  # SLURM told the agents to end, and will give the reason in a moment
             ending = f"job {job.id} is ending"
             return AgentsStatus(True, where=job.nodes, state=State.DRAINING, text=ending, overrules=True)
         return AgentsStatus(True, where=job.nodes)
     if job.state in RUNS:
         text = f"job {job.id} runs on {job.nodes}; its agents are starting"
         return AgentsStatus(True, where=job.nodes, state=State.STARTING, text=text, overrules=True)
-    if found.reason is Reason.JOB_FAILED:
-        found = _why_failed(folder, job, found, own_output)
+    if verdict.reason is Reason.JOB_FAILED:
+        verdict = _why_failed(folder, job, verdict, own_output)
     return AgentsStatus(
-        not found.ended, False, job.nodes, found.state, found.reason, found.text, found.remedy,
-        overrules=found.caused
-        or found.state in (State.DRAINING, State.STARTING)
-        or (signalled and found.reason is not Reason.JOB_ENDED),
+        not verdict.ended, False, job.nodes, verdict.state, verdict.reason, verdict.text, verdict.remedy,
+        overrules=verdict.caused
+        or verdict.state in (State.DRAINING, State.STARTING)
+        or (signalled and verdict.reason is not Reason.JOB_ENDED),
     )  # fmt: skip
 
 
-def _ended_unasked(folder: DeploymentFolder, submitted: Submitted) -> bool:
+def _was_signalled(folder: DeploymentFolder, submitted: Submitted) -> bool:
     """Whether the head's agent ended because it was told to, though not by `corral down`."""
-    last = _last_state(folder.rank(0))
-    return last == (State.STOPPED, Reason.REQUESTED) and not submitted.stop_asked
+    return _end_of(folder.rank(0)) == (State.STOPPED, Reason.REQUESTED) and not submitted.stop_asked
 
 
-def _last_state(rank: RankFolder) -> tuple[str, str]:
-    states = [event for event in read_events(rank.events) if event.kind == "state"]
-    return (str(states[-1].get("state")), str(states[-1].get("reason") or "")) if states else ("", "")
+def _end_of(rank: RankFolder) -> tuple[str, str]:
+    """The last state of a rank, and its reason."""
+    last = last_state(rank.events)
+    return (str(last.get("state")), str(last.get("reason") or "")) if last else ("", "")
 
 
-def _why_failed(folder: DeploymentFolder, job: SlurmJob, found: JobVerdict, own_output: bool) -> JobVerdict:
+def _why_failed(folder: DeploymentFolder, job: SlurmJob, verdict: JobVerdict, own_output: bool) -> JobVerdict:
     """Why a job failed, from what its nodes did and did not write."""
     ran = [rank for rank in folder.ranks() if rank.agent.exists() and _is_of(rank, job)]
     unseen = not any(_is_of(rank, job) for rank in folder.ranks()) and not (own_output or folder.job_log.exists())
     if unseen or exit_of(job.exit_code) == (NOT_SEEN, 0):
         text = f"job {job.id} found none of its files on {job.nodes}: the nodes do not see {folder.path}"
-        return replace(found, reason=Reason.HOME_NOT_SHARED, text=text, remedy=REMEDY)
-    silent = [rank for rank in ran if _last_state(rank)[0] not in ENDED]
+        return replace(verdict, reason=Reason.HOME_NOT_SHARED, text=text, remedy=REMEDY)
+    silent = [rank for rank in ran if _end_of(rank)[0] not in ENDED]
     if silent:
         who = ", ".join(f"rank {rank.number} on {_address(rank).get('name')}" for rank in silent)
-        text = f"the agent of {who} is gone without a word: it was killed, and job {job.id} ended with it"
+        text = f"the agent of {who} disappeared without writing why: it was killed, and job {job.id} ended with it"
         remedy = "Start it again with `corral up`; on a shared machine, find out who killed it."
-        return replace(found, reason=Reason.AGENT_KILLED, text=text, remedy=remedy)
-    said = "" if ran or own_output else _last_line(folder.job_log)
-    return replace(found, text=f"{found.text}; its last words: {said}") if said else found
+        return replace(verdict, reason=Reason.AGENT_KILLED, text=text, remedy=remedy)
+    last = "" if ran or own_output else _last_line(folder.job_log)
+    return replace(verdict, text=f"{verdict.text}; its last line: {last}") if last else verdict
 
 
 def _last_line(log: Path) -> str:
@@ -146,10 +267,12 @@ def _last_line(log: Path) -> str:
     return lines[-1].strip()[:300] if lines else ""
 
 
-def clear_up(folder: DeploymentFolder, job: SlurmJob) -> None:
-    """The job is over: remove what killed agents had begun to write, and tell those that SLURM lost sight of."""
+def _clear_up(folder: DeploymentFolder, job: SlurmJob) -> None:
+    """After a job: delete half-written files of killed agents, and stop agents on nodes that SLURM lost."""
     for rank in folder.ranks():
-        if job.state == "NODE_FAIL":  # its node may live without its slurmd, and nobody else ends what runs there
+        if (
+            job.state == "NODE_FAIL"
+        ):  # its node may be up without its slurmd, and then nothing else ends what runs there
             rank.stop.touch(mode=0o600)
             continue
         for path in rank.path.glob(".*.tmp"):
@@ -163,18 +286,18 @@ def _address(rank: RankFolder) -> dict[str, Any]:
 
 
 def _is_of(rank: RankFolder, job: SlurmJob) -> bool:
-    """Whether a rank came in this attempt of the job."""
+    """Whether a rank's files are of this attempt of the job."""
     return bool(_address(rank).get("attempt") == f"{job.id}.{job.restarts}")
 
 
 def _agents_run(folder: DeploymentFolder, job: SlurmJob) -> bool:
-    """Whether the agents of this attempt of the job have begun; what an earlier attempt wrote does not count."""
+    """Whether the agents of this attempt of the job have started."""
     head = folder.rank(0)
     return head.agent.exists() and _is_of(head, job)
 
 
-def unasked(folder: DeploymentFolder, submitted: Submitted, error: CorralError) -> AgentsStatus:
-    """SLURM cannot be asked: the agents' heartbeat may still be heard, and nothing else is known."""
+def _without_controller(folder: DeploymentFolder, submitted: Submitted, error: CorralError) -> AgentsStatus:
+    """What is known while SLURM does not answer: the agents' heartbeat, and the job as it was last seen."""
     if not isinstance(error, UnreachableError):
         raise error
     if folder.rank(0).heartbeat.exists() and submitted.last is not None and submitted.last.state in RUNS:
@@ -184,7 +307,7 @@ def unasked(folder: DeploymentFolder, submitted: Submitted, error: CorralError) 
     return AgentsStatus(None, state=State.UNKNOWN, text=text, remedy="Wait: the job goes on without the controller.")
 
 
-def forgotten(submitted: Submitted) -> AgentsStatus:
+def _forgotten(submitted: Submitted) -> AgentsStatus:
     last = submitted.last.state.lower() if submitted.last else "being submitted"
     text = f"SLURM no longer knows job {submitted.id}, which was last seen {last}"
     reason = Reason.REQUESTED if submitted.stop_asked else Reason.JOB_FORGOTTEN

@@ -1,50 +1,45 @@
-"""Nodes reached over ssh: agents placed and started there, that outlive the session and hold together by themselves.
+"""Nodes reached over ssh: agents placed and started there, that outlive the session and stop together by themselves.
 
-What the agents write stays on their nodes and is mirrored into the deployment's folder here whenever somebody looks,
-so that every command that reads a deployment works unchanged. The nodes may share a file system with each other and
-with this machine, or nothing at all. The first host is the head.
+What the agents write stays on their nodes and is mirrored into the deployment's folder here by every command that
+reads it (`ssh_reports`), so that these commands work unchanged. The first host is the head.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
-import secrets
 import shlex
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any, ClassVar
+from pathlib import Path
+from typing import Any, ClassVar
+from urllib.parse import urlsplit
 
 from corral.base.bundle import bundle
-from corral.base.errors import (
-    ConflictError,
-    CorralError,
-    DataError,
-    EngineError,
-    LaunchError,
-    UnreachableError,
-    UsageError,
-)
-from corral.base.files import make_private_dir, write_atomic
-from corral.base.home import home_dir
-from corral.base.record import from_json, load_json, to_json
+from corral.base.errors import ConflictError, CorralError, DataError, LaunchError, UnreachableError, UsageError
+from corral.base.files import make_private_dir
+from corral.base.record import load_json, to_json
 from corral.base.shell import CommandHandle
-from corral.base.ssh import Forward, Ssh, each, read_hosts
+from corral.base.ssh import Forward, each, read_hosts
 from corral.base.untrusted import parse_json
-from corral.deploy.deployment.folder import DeploymentFolder, RankFolder
+from corral.deploy.deployment.events import last_state
+from corral.deploy.deployment.folder import DeploymentFolder, RankFolder, all_folders
 from corral.deploy.deployment.state import ENDED, State
-from corral.deploy.launch.links import Node, Ports
+from corral.deploy.launch.links import Ports
+from corral.deploy.launch.paste import as_shell
 from corral.deploy.launch.render import LaunchSpec, agent_spec, server_url
-from corral.deploy.targets.base import AgentsStatus, ChosenPorts, Declared, Progress
-from corral.deploy.targets.keys import Flag, Shared, Size, only_said
-from corral.deploy.targets.near_port import near_port
-from corral.deploy.targets.remote_files import (
+from corral.deploy.targets.base import AgentsStatus, ChosenPorts, Target
+from corral.deploy.targets.keys import Flag, Shared, Size, only_set
+from corral.deploy.targets.ssh_nodes import SshKeys, SshNodes, SshOptions, bare
+from corral.deploy.targets.ssh_reports import (
+    Answers,
     NodeReport,
     Started,
-    last_state,
-    last_word,
+    failure_of,
+    gather,
+    is_away,
     mirrored_sizes,
     pack,
     read_removed,
@@ -52,40 +47,24 @@ from corral.deploy.targets.remote_files import (
     read_started,
     read_stopped,
 )
-from corral.deploy.targets.ssh_nodes import (
-    Answers,
-    SshKeys,
-    SshOptions,
-    address_of,
-    bare,
-    gather,
-    inventory_of,
-    is_away,
-    refuse_skew,
-)
-from corral.deploy.transfer.in_place import find_on_nodes, lacking
-from corral.deploy.transfer.spread import ensure_folder
-from corral.plan.hardware.fabric import Fabric, choose_fabric
-from corral.plan.hardware.inventory import Inventory, parse_gpus
-from corral.plan.hardware.survey import Asked, NodeFacts, all_or_error, survey
-
-if TYPE_CHECKING:
-    from corral.engines.runtimes.base import NodeCheck
+from corral.node.sockets import NEAR, free_port, reserve
+from corral.plan.hardware.inventory import parse_gpus
+from corral.plan.hardware.survey import Asked, all_or_error, survey
 
 __all__ = ["SshOptions", "SshTarget"]
 
 DEFAULT_PORT = 8000
-DEFAULT_HOME = "~/.local/share/corral"
-REACH_S, STOP_TRIES = 4.0, 2  # a node that answers nothing in so long is given up by `down`, after so many tries
+REACH_S, STOP_TRIES = 4.0, 2  # `down` gives up a node that does not answer within so long, after so many tries
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
-class SshTarget(Declared):
+class SshTarget(SshNodes, Target):
     """Starts one agent per host."""
 
     name = "ssh"
     TITLE = "ssh"
     TABLE = SshKeys
+    OPTIONS = SshOptions
     FLAGS = (
         Flag("--hosts", "hosts", "Run over ssh on these hosts, head first; @FILE: one host per line.", "A,B,…",
              read=read_hosts),
@@ -97,22 +76,22 @@ class SshTarget(Declared):
 
     @classmethod
     def completed(cls, table: SshKeys, folder: Path, overruled: frozenset[str]) -> SshKeys:
-        """With the hosts that a hosts file names, one per line, further words on a line (slots=8) left aside."""
+        """With the hosts of the hosts file, one per line; further words of a line (slots=8) are ignored."""
         if table.hosts_file is None or "hosts" in overruled:
             return table
         if table.hosts:
             raise UsageError("[ssh] has both hosts and hosts_file.", "Keep one of them.", key="hosts_file")
         try:
-            found = read_hosts(f"@{folder / Path(table.hosts_file).expanduser()}")
+            hosts = read_hosts(f"@{folder / Path(table.hosts_file).expanduser()}")
         except CorralError as error:
-            said = f"the hosts file cannot be used: {error.message}"
-            raise UsageError(said, "One host per line.", key="hosts_file") from None
-        return replace(table, hosts=tuple(dict.fromkeys(found)))
+            text = f"the hosts file cannot be used: {error.message}"
+            raise UsageError(text, "One host per line.", key="hosts_file") from None
+        return replace(table, hosts=tuple(dict.fromkeys(hosts)))
 
     @classmethod
     def from_profile(cls, table: SshKeys, shared: Shared) -> dict[str, object]:
         named = parse_gpus(shared.hardware.gpus) if shared.hardware.gpus else None
-        return only_said({
+        return only_set({
             "hosts": list(table.hosts),
             "identity": _expanded(table.identity),
             "config": _expanded(table.config),
@@ -144,89 +123,13 @@ class SshTarget(Declared):
         return {**options, "hosts": list(nodes)}
 
     def __init__(self, chosen: SshOptions) -> None:
-        self.chosen, self.ssh = chosen, Ssh(identity=chosen.identity, config=chosen.config)
-        self._facts: dict[str, NodeFacts] = {}
+        super().__init__(chosen)
         self._reports: Answers = {}
-        self._shared = self._shared_hub = False  # whether the nodes see this machine's home, and its hub's cache
-
-    @classmethod
-    def from_options(cls, options: Mapping[str, object]) -> SshTarget:
-        return cls(from_json(SshOptions, dict(options), "the ssh target"))
 
     def options(self) -> dict[str, object]:
         home = self.home() if self._facts else self.chosen.home
-        found: dict[str, object] = to_json(replace(self.chosen, home=home))
-        return found
-
-    # ------------------------------------------------------------------------------------------ looking at the nodes
-    def prepare(self) -> list[str]:
-        """Ask every node what it is; refuse what cannot work. Things worth knowing, as sentences."""
-        make_private_dir(home_dir())
-        hub = self._hub_here()
-        marks = [folder / f".seen-{secrets.token_hex(4)}" for folder in (home_dir(), *([hub] if hub else []))]
-        content = secrets.token_hex(16)
-        try:
-            for mark in marks:
-                with contextlib.suppress(OSError):  # a Hugging Face home of somebody else's may be read-only
-                    write_atomic(mark, content)
-            found = survey(self.ssh, self.chosen.hosts, Asked(nonces=tuple(str(mark) for mark in marks)))
-        finally:
-            for mark in marks:
-                mark.unlink(missing_ok=True)
-        self._facts = all_or_error(found)
-        seen = [all(facts.nonces.get(str(mark)) == content for facts in self._facts.values()) for mark in marks]
-        self._shared, self._shared_hub = seen[0], hub is not None and seen[1]
-        refuse_skew(list(self._facts.values()))
-        return [self._fabric().because] if len(self.chosen.hosts) > 1 else []
-
-    def _hub_here(self) -> Path | None:
-        """The profile's Hugging Face home, where this machine sees it."""
-        hub = Path(self.chosen.hf_home).expanduser() if self.chosen.hf_home else None
-        return hub if hub and hub.is_dir() else None
-
-    def _looked(self) -> dict[str, NodeFacts]:
-        if not self._facts:
-            self.prepare()
-        return self._facts
-
-    def _fabric(self) -> Fabric:
-        facts = [self._facts[host] for host in self.chosen.hosts]
-        return choose_fabric(facts, self.chosen.interface, self.chosen.hca, self.chosen.env)
-
-    def nodes(self) -> tuple[Node, ...]:
-        if not self._facts and self.chosen.gpus:  # a dry run on named hardware asks nobody
-            interface = self.chosen.interface
-            network = {
-                "NCCL_SOCKET_IFNAME": interface,
-                "GLOO_SOCKET_IFNAME": interface,
-                "NCCL_IB_HCA": self.chosen.hca,
-            }
-            env = {name: value for name, value in network.items() if value}
-            return tuple(Node(host, address_of(host), {**env, **self.chosen.env}) for host in self.chosen.hosts)
-        self._looked()
-        if len(self.chosen.hosts) == 1:
-            return (Node(self.chosen.hosts[0]),)
-        fabric = self._fabric()
-        return tuple(Node(host, fabric.addresses[host], fabric.env(host)) for host in self.chosen.hosts)
-
-    def inventory(self) -> Inventory:
-        count, link = len(self.chosen.hosts), self.chosen.fabric or "ib-ndr"
-        if self.chosen.gpus:
-            return parse_gpus(self.chosen.gpus, count, link)
-        return inventory_of([self._looked()[host] for host in self.chosen.hosts], link)
-
-    def home(self) -> str:
-        if self.chosen.home and not self.chosen.home.startswith("~"):
-            return self.chosen.home
-        if not self._facts and self.chosen.gpus:
-            return self.chosen.home or DEFAULT_HOME
-        self._looked()
-        if self._shared and not self.chosen.home:
-            return str(home_dir())
-        return self._there(self.chosen.home or DEFAULT_HOME)
-
-    def node_folder(self, folder: DeploymentFolder, launch_id: str) -> DeploymentFolder:
-        return DeploymentFolder(Path(self.home()) / "nodes" / f"{folder.path.name}-{launch_id[:8]}")
+        options: dict[str, object] = to_json(replace(self.chosen, home=home))
+        return options
 
     def default_bind(self, expose: bool = False) -> str:
         if not expose:
@@ -234,7 +137,7 @@ class SshTarget(Declared):
         return self.nodes()[0].address or bare(self.chosen.hosts[0])
 
     def choose_ports(self, bind: str, wanted: int | None, avoid: Collection[int] = ()) -> ChosenPorts:
-        if not self._facts and self.chosen.gpus:
+        if self.named:
             return ChosenPorts(Ports(wanted or DEFAULT_PORT, 29501, 29502))
         head = self.chosen.hosts[0]
         asked = Asked(ports=(wanted or DEFAULT_PORT,), free_ports=3 + len(avoid))
@@ -262,91 +165,22 @@ class SshTarget(Declared):
             return server_url(self.nodes()[0].address if bind in ("0.0.0.0", "::") else bind, ports.serve)  # noqa: S104
         return server_url("127.0.0.1", near_port(ports.serve))  # brought here by a tunnel
 
-    def place(self, path: Path, progress: Progress) -> str:
-        facts = self._looked()
-        if self._shared and not self.chosen.home and path.is_relative_to(home_dir()):
-            return str(path)  # one home for this machine and all nodes
-        if (path / "config.json").is_file():
-            away = lacking(self.ssh, self.chosen.hosts, path)
-            if not away:
-                return str(path)  # a model that every node sees where this machine does
-            host, why = next(iter(away.items()))
-            progress(f"{path}: {host} {why}; it is brought to the nodes", 0, 0)
-        destination = self._destination(path)
-        addresses = {node.name: node.address or facts[node.name].hostname for node in self.nodes()}
-        return ensure_folder(self.ssh, self.chosen.hosts, path, destination, addresses, progress)
-
-    def _destination(self, path: Path) -> str:
-        own = path.relative_to(home_dir()) if path.is_relative_to(home_dir()) else PurePath("models") / path.name
-        return str(PurePath(self.home()) / own)
-
-    def placed(self, path: Path) -> str:
-        if not self._facts:  # what a profile says lies on the nodes, lies there
-            said = (self.chosen.home, self.chosen.models, self.chosen.hf_home)
-            there = any(path.is_relative_to(Path(one).expanduser()) for one in said if one)
-            return str(path) if there else self._destination(path)
-        seen = self._shared and not self.chosen.home and path.is_relative_to(home_dir())
-        return str(path) if seen or not lacking(self.ssh, self.chosen.hosts, path) else self._destination(path)
-
-    def reach(self, node: str) -> tuple[str, ...]:
-        return (*self.ssh.argv, node)
-
-    def shell(self) -> Ssh:
-        return self.ssh
-
-    def fetching_hosts(self) -> tuple[str, ...]:
-        self._looked()
-        shared = self._shared_hub or (self._shared and not self.chosen.home)  # what is fetched here, the nodes see
-        return () if shared else self.chosen.hosts
-
-    def find_model(self, name: str, repo: str, at_least_bytes: int) -> str | None:
-        if not self._facts and self.chosen.gpus:
-            return None  # a dry run on named hardware asks nobody
-        folders = [f"{self.home()}/models/{name}"]
-        if self.chosen.models:
-            models = self._there(self.chosen.models).rstrip("/")
-            folders += [f"{models}/{repo}", f"{models}/{repo.rpartition('/')[2]}", f"{models}/{name}"]
-        hub = self._there(self.chosen.hf_home) if self.chosen.hf_home else ""
-        return find_on_nodes(self.ssh, self.chosen.hosts, dict.fromkeys(folders), hub, repo, at_least_bytes)
-
-    def _there(self, path: str) -> str:
-        """A path on the nodes with their home in it."""
-        return path.replace("~", self._looked()[self.chosen.hosts[0]].home, 1) if path.startswith("~") else path
-
-    def verify(self, checks: Sequence[NodeCheck]) -> None:
-        for check in checks:
-            found = each(self.chosen.hosts, lambda host, check=check: self._ask(host, check))  # type: ignore[misc]
-            said: dict[str, str] = {}
-            for host, answer in found.items():
-                if isinstance(answer, EngineError) and check.details.get("pulled_at_start"):
-                    continue  # not there yet is not wrong
-                if isinstance(answer, CorralError):
-                    raise answer
-                said[host] = answer
-            if check.reports and len(set(said.values())) > 1:
-                rows = ", ".join(f"{host} has {text}" for host, text in said.items())
-                raise ConflictError(f"{check.reports} differs between the nodes: {rows}.", check.remedy)
-
-    def _ask(self, host: str, check: NodeCheck) -> str:
-        done = self.ssh.run(host, check.argv, timeout_s=check.timeout_s)
-        words = (done.stdout.strip() or done.stderr.strip()).splitlines()
-        last = words[-1] if words else ""
-        if done.code:
-            raise EngineError(f"{check.what} does not work on {host}: {last or 'it said nothing'}", check.remedy)
-        return last
+    def paste(self, spec: LaunchSpec, folder: DeploymentFolder, first: Sequence[str]) -> str:
+        return as_shell(spec, {rank.node: (*self.ssh.argv, rank.node) for rank in spec.ranks}, first)
 
     def start(self, spec: LaunchSpec, folder: DeploymentFolder) -> None:
         there = self.node_folder(folder, spec.launch_id)
         for rank in spec.ranks:
             make_private_dir(folder.rank(rank.rank).path)
-        order = {rank.node: rank for rank in spec.ranks}
+        ranks = {rank.node: rank for rank in spec.ranks}
 
         def begin(host: str) -> Started:
-            rank = order[host]
-            told = {**agent_spec(spec, rank, there), "secrets": [str(there.key), str(there.token)]}
-            archive = pack(spec, folder, {f"rank{rank.rank}/spec.json": told})
-            said = self._do(host, "start", {"folder": str(there.path), "rank": rank.rank}, archive, 90)
-            return read_started(said, host)
+            rank = ranks[host]
+            orders = {**agent_spec(spec, rank, there), "secrets": [str(there.key), str(there.token)]}
+            archive = pack(spec, folder, {f"rank{rank.rank}/spec.json": orders})
+            return read_started(
+                self._do(host, "start", {"folder": str(there.path), "rank": rank.rank}, archive, 90), host
+            )
 
         folder.started.touch(mode=0o600)
         try:
@@ -354,7 +188,8 @@ class SshTarget(Declared):
         except BaseException:  # interrupted: an agent without a folder could never be stopped again
             self._undo(folder, spec.launch_id)
             raise
-        failed = {host: _why(found) for host, found in results.items() if _why(found)}
+        errors = {host: one.message if isinstance(one, CorralError) else one.error for host, one in results.items()}
+        failed = {host: error for host, error in errors.items() if error}
         if failed:
             host, why = next(iter(failed.items()))
             left = self._undo(folder, spec.launch_id)
@@ -363,7 +198,7 @@ class SshTarget(Declared):
         self.refresh(folder)
 
     def _undo(self, folder: DeploymentFolder, launch_id: str) -> str:
-        """Stop whatever a start may have begun, also on hosts that only did not answer; what is left, in words."""
+        """Stop whatever a start may have begun, also on hosts that did not answer; says what is left."""
         try:
             if self.stop(folder, launch_id, 5):
                 folder.started.unlink(missing_ok=True)
@@ -374,45 +209,47 @@ class SshTarget(Declared):
 
     def refresh(self, folder: DeploymentFolder) -> None:
         launch = _launch_id(folder)
-        ranks = [folder.rank(number) for number in range(len(self.chosen.hosts))]
-        if launch is None or all(last_state(rank) in ENDED for rank in ranks):
+        ends = [last_state(folder.rank(number).events) for number in range(len(self.chosen.hosts))]
+        if launch is None or all(last is not None and last.get("state") in ENDED for last in ends):
             return  # nothing more can come
         there = self.node_folder(folder, launch)
 
-        def ask(host: str, rank: RankFolder, timeout_s: float, handle: CommandHandle) -> NodeReport:
+        def ask(host: str, rank: RankFolder, timeout_s: float, leash: CommandHandle) -> NodeReport:
             sizes = mirrored_sizes(rank)
             order = {"folder": str(there.path), "rank": rank.number, "files": sizes}
-            return read_report(self._do(host, "report", order, b"", timeout_s, handle), host, sizes)
+            return read_report(self._do(host, "report", order, b"", timeout_s, leash), host, sizes)
 
         self._reports = gather(folder, self.chosen.hosts, ask)
 
     def agents(self, folder: DeploymentFolder) -> AgentsStatus:
         head, *others = self.chosen.hosts
-        found = self._reports.get(head)
-        if not isinstance(found, NodeReport):  # not heard, or not waited for: others may say that it is lost
+        report = self._reports.get(head)
+        if not isinstance(
+            report, NodeReport
+        ):  # it did not answer, or was not waited for: others may say that it is lost
             for number, host in enumerate(others, 1):
-                if said := last_word(folder.rank(number)):
-                    return AgentsStatus(False, where=host, state=State.FAILED, reason=said[0], text=said[1])
-        if isinstance(found, CorralError):
-            text = f"{found.message.rstrip('.')}; its agents go on without this machine"
-            return AgentsStatus(None, where=head, state=State.UNKNOWN, text=text, remedy=found.remedy)
-        if found is None or found.missing:
+                if failure := failure_of(folder.rank(number)):
+                    return AgentsStatus(False, where=host, state=State.FAILED, reason=failure[0], text=failure[1])
+        if isinstance(report, CorralError):
+            text = f"{report.message.rstrip('.')}; its agents go on without this machine"
+            return AgentsStatus(None, where=head, state=State.UNKNOWN, text=text, remedy=report.remedy)
+        if report is None or report.missing:
             return AgentsStatus(False, where=head)
-        restarted = found.agent is not None and found.agent.boot_id != found.boot_id
-        return AgentsStatus(found.alive, restarted, head)
+        restarted = report.agent is not None and report.agent.boot_id != report.boot_id
+        return AgentsStatus(report.alive, restarted, head)
 
     def stop(self, folder: DeploymentFolder, launch_id: str, grace_s: float) -> bool:
         there = self.node_folder(folder, launch_id)
         waiting = list(self.chosen.hosts)
         left: dict[str, tuple[int | str, ...]] = {}
-        away = {host for number, host in enumerate(waiting) if is_away(folder.rank(number))}  # asked just before
+        away = {host for number, host in enumerate(waiting) if is_away(folder.rank(number))}
         unreachable: dict[str, CorralError] = {}
         for attempt in range(STOP_TRIES):
             if attempt:
                 time.sleep(1.0)
             results = each(waiting, lambda host: self._stop_on(host, there, launch_id, grace_s))
-            left |= {host: found for host, found in results.items() if not isinstance(found, CorralError)}
-            unreachable = {host: found for host, found in results.items() if isinstance(found, CorralError)}
+            left |= {host: result for host, result in results.items() if not isinstance(result, CorralError)}
+            unreachable = {host: result for host, result in results.items() if isinstance(result, CorralError)}
             waiting = list(unreachable)
             if away.issuperset(waiting):  # all others have answered; these did not before either
                 break
@@ -431,23 +268,23 @@ class SshTarget(Declared):
         return not any(left.values())
 
     def _remove(self, there: DeploymentFolder) -> None:
-        """The folders on the nodes go; one that stays holds the deployment's key, and is named."""
+        """Delete the folders on the nodes; one that cannot be deleted holds the deployment's key, and is named."""
         order = {"folder": str(there.path)}
-        found = each(self.chosen.hosts, lambda host: read_removed(self._do(host, "remove", order, b"", 60), host))
-        stays = [host for host, gone in found.items() if isinstance(gone, CorralError) or not gone.removed]
-        if stays:
+        results = each(self.chosen.hosts, lambda host: read_removed(self._do(host, "remove", order, b"", 60), host))
+        failed = [host for host, result in results.items() if isinstance(result, CorralError) or not result.removed]
+        if failed:
             raise LaunchError(
-                f"{there.path} could not be deleted on {', '.join(stays)}; it holds the deployment's key.",
-                f"Nothing of it runs any more. Delete it there: ssh {stays[0]} rm -r {shlex.quote(str(there.path))}",
-                hosts=stays,
+                f"{there.path} could not be deleted on {', '.join(failed)}; it holds the deployment's key.",
+                f"Nothing of it runs any more. Delete it there: ssh {failed[0]} rm -r {shlex.quote(str(there.path))}",
+                hosts=failed,
             )
 
     def _stop_on(self, host: str, there: DeploymentFolder, launch_id: str, grace_s: float) -> tuple[int | str, ...]:
-        self.ssh.run(host, ["true"], timeout_s=REACH_S)  # one that is cut off is known soon, and by its name
+        self.ssh.run(host, ["true"], timeout_s=REACH_S)  # an unreachable host fails soon, by its name
         rank = self.chosen.hosts.index(host)
         order = {"folder": str(there.path), "rank": rank, "launch_id": launch_id, "grace_s": grace_s + 25}
-        found = read_stopped(self._do(host, "stop", order, b"", grace_s + 120), host)
-        return (*found.left, *found.containers)
+        stopped = read_stopped(self._do(host, "stop", order, b"", grace_s + 120), host)
+        return (*stopped.left, *stopped.containers)
 
     def forward(self, folder: DeploymentFolder) -> Forward | None:
         launch = load_json(LaunchSpec, folder.launch)
@@ -467,10 +304,10 @@ class SshTarget(Declared):
         order: Mapping[str, Any],
         data: bytes,
         timeout_s: float,
-        handle: CommandHandle | None = None,
+        leash: CommandHandle | None = None,
     ) -> str:
-        """What the host says to a command of `node/remote.py`; nobody has looked at it yet."""
-        done = self.ssh.python(host, bundle("node/remote.py"), [action, json.dumps(order)], data, timeout_s, handle)
+        """The host's answer to a command of `node/remote.py`, not yet decoded."""
+        done = self.ssh.python(host, bundle("node/remote.py"), [action, json.dumps(order)], data, timeout_s, leash)
         return done.or_raise(f"on {host}", f"Does `ssh {host} python3 --version` say 3.8 or later?").stdout
 
 
@@ -478,12 +315,33 @@ def _expanded(path: str | None) -> str | None:
     return str(Path(path).expanduser()) if path else None
 
 
-def _why(found: Started | CorralError) -> str:
-    return found.message if isinstance(found, CorralError) else found.error
-
-
 def _launch_id(folder: DeploymentFolder) -> str | None:
     with contextlib.suppress(OSError, DataError, KeyError, TypeError):
-        found = parse_json(folder.launch.read_bytes(), str(folder.launch))["launch_id"]
-        return found if isinstance(found, str) else None
+        launch_id = parse_json(folder.launch.read_bytes(), str(folder.launch))["launch_id"]
+        return launch_id if isinstance(launch_id, str) else None
+    return None
+
+
+def near_port(first: int) -> int:
+    """A port of this machine for a tunnel that opens when the server is ready, an hour from now maybe.
+
+    This process reserves it until it ends; beyond that, the endpoint in the deployment's folder promises it.
+    """
+    promised = {port for folder in all_folders() if (port := _promised_port(folder))}
+    for _ in range(100):
+        port = free_port("127.0.0.1", first=0 if first in promised else first)
+        held = None if port in promised else reserve(port, NEAR)
+        if held:
+            atexit.register(held.close)  # this process opens the tunnel, and holds the port until it ends
+            return port
+        first = 0
+    raise ConflictError("this machine has no free port for a tunnel.", "End deployments that are not needed.")
+
+
+def _promised_port(folder: DeploymentFolder) -> int | None:
+    """The port at which a deployment that has not ended is, or will be, reached from here."""
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError, CorralError):
+        url = parse_json(folder.endpoint.read_bytes(), str(folder.endpoint))["base_url"]
+        last = last_state(folder.rank(0).events)
+        return None if last and last.get("state") in ENDED else urlsplit(url).port
     return None

@@ -1,86 +1,44 @@
-"""The nodes of an ssh target taken together: what they are as one, and where they must not differ.
+"""The nodes of an ssh target: its options, what the nodes are as one, and where files lie on them.
 
-What makes an ssh target: its options, and its table in a profile.
-
-How the nodes of an ssh deployment stand: all are asked at once, and no longer waited for than the answer needs.
-
-What a deployment's state is, its head's journal says; where the head cannot be heard, the last words of another rank
-do. So a node that does not answer is never a verdict here: it is only not waited for where its answer would change
-nothing. That a node is lost is decided by the agents alone, who talk several times a second (`node/agent/gang.py`);
-a machine that is merely busy loses nothing by an ssh connection that took too long.
+The nodes may share a file system with each other and with this machine, or nothing at all. `prepare` finds out, and
+what every node sees already is not copied.
 """
 
 from __future__ import annotations
 
 import contextlib
 import socket
-import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from queue import Empty, Queue
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING
 
-from corral.base.errors import ConflictError, CorralError, UnreachableError, UsageError
-from corral.base.files import write_atomic
-from corral.base.shell import CommandHandle
-from corral.base.ssh import ANNOUNCE_AFTER_S, FAN_OUT, WAITING, check_host
-from corral.deploy.deployment.events import read_events
-from corral.deploy.deployment.folder import DeploymentFolder, RankFolder
-from corral.deploy.deployment.state import ENDED, Reason
+from corral.base.errors import ConflictError, CorralError, EngineError, UsageError
+from corral.base.files import make_private_dir
+from corral.base.home import home_dir
+from corral.base.ssh import Ssh, check_host, each
+from corral.deploy.deployment.folder import DeploymentFolder
+from corral.deploy.launch.links import Node
+from corral.deploy.targets.base import NodeFiles, Preflight, Progress
 from corral.deploy.targets.keys import a_path, key
 from corral.deploy.targets.keys import hosts as good_hosts
-from corral.deploy.targets.remote_files import NodeReport, last_word, mirror
-from corral.node.network import some_of
-from corral.plan.hardware.inventory import Inventory, common_cpu, parse_cpuinfo, recognise
-from corral.plan.hardware.survey import NodeFacts
+from corral.deploy.transfer.in_place import find_on_nodes, lacking
+from corral.deploy.transfer.pull import PullOrder, pull_onto_nodes
+from corral.deploy.transfer.spread import ensure_folder
+from corral.plan.hardware.fabric import Fabric, choose_fabric
+from corral.plan.hardware.inventory import Inventory, common_cpu, parse_cpuinfo, parse_gpus, recognise
+from corral.plan.hardware.survey import Asked, NodeFacts, all_or_error, marked_folders, survey
 
+if TYPE_CHECKING:
+    from corral.engines.runtimes.base import NodeCheck
+    from corral.plan.models.store import ModelSource
 
-def bare(host: str) -> str:
-    """The host's own name: without a user."""
-    return host.rpartition("@")[2]
-
-
-def address_of(host: str) -> str:
-    """What the host's name stands for on this machine; the name itself where that is not known."""
-    with contextlib.suppress(OSError):
-        return str(socket.getaddrinfo(bare(host), None, type=socket.SOCK_STREAM)[0][4][0])
-    return bare(host)
-
-
-def refuse_skew(facts: Sequence[NodeFacts]) -> None:
-    """Ranks of one replica must be equal: GPUs of one kind and number, one driver."""
-    kinds = {
-        node.host: (tuple(gpu.name for gpu in node.gpus), node.gpus[0].driver if node.gpus else "") for node in facts
-    }
-    first = facts[0].host
-    for host, kind in kinds.items():
-        if kind[0] != kinds[first][0]:
-            says = {h: f"{len(k[0])} × {k[0][0]}" if k[0] else "no GPU" for h, k in kinds.items()}
-            raise ConflictError(
-                f"the nodes differ: {first} has {says[first]}, {host} has {says[host]}.",
-                "Name only nodes with the same GPUs.",
-            )
-
-
-def inventory_of(facts: Sequence[NodeFacts], link: str) -> Inventory:
-    """The smallest of what the nodes have: every rank gets the same."""
-    least = min(facts, key=lambda node: node.memory_available_bytes)
-    base = Inventory(
-        None, 1, len(facts), 0, min(node.cores for node in facts), least.memory_bytes, least.memory_available_bytes,
-        link, "probed", cpu=common_cpu([parse_cpuinfo(node.cpuinfo, node.machine) for node in facts]),
-    )  # fmt: skip
-    gpus = facts[0].gpus
-    if not gpus:
-        return base
-    kind, memory = gpus[0].name, min(gpu.memory_bytes for node in facts for gpu in node.gpus)
-    kind, memory = recognise(kind, memory)
-    return replace(base, gpu=kind, gpus_per_node=len(gpus), memory_bytes_per_gpu=memory, driver=gpus[0].driver)
+DEFAULT_HOME = "~/.local/share/corral"
 
 
 @dataclass(frozen=True)
 class SshOptions:
-    """What makes an ssh target."""
+    """The options of an ssh target."""
 
     hosts: tuple[str, ...]  # as ssh knows them, head first
     interface: str | None = None  # found, unless named
@@ -91,7 +49,7 @@ class SshOptions:
     gpus: str | None = None  # hardware of one node by name, so that a dry run need not ask: 8xH100
     fabric: str | None = None  # kind of network between the nodes, for the plan: ib-ndr, ethernet-100, …
     env: dict[str, str] = field(default_factory=dict)  # network variables that the user fixes
-    identity: str | None = None  # ssh -i; kept with the deployment, as all of these
+    identity: str | None = None  # ssh -i
     config: str | None = None  # ssh -F
 
     def __post_init__(self) -> None:
@@ -119,123 +77,194 @@ class SshKeys:
     config: str | None = key("`ssh -F`: a configuration of its own", None, a_path, "~/.ssh/config.d/cluster")
 
 
-REPORT_S = 4.0  # a node that takes longer to say how it stands counts as unreachable for the moment
-AWAY_S = 15.0  # within which a rank that did not answer in that time is not waited for: it says what it says in time
-AGAIN_S = 1.0  # after which the others are asked once more, while the head is silent: they may learn that it is lost
-Answers = dict[str, NodeReport | CorralError]
-Ask = Callable[
-    [str, RankFolder, float, CommandHandle], NodeReport
-]  # a host, its rank, for how long, and what ends it
+class SshNodes(Preflight, NodeFiles):
+    """The nodes as one: their hardware, their network, and their files."""
+
+    def __init__(self, chosen: SshOptions) -> None:
+        self.chosen, self.ssh = chosen, Ssh(identity=chosen.identity, config=chosen.config)
+        self._facts: dict[str, NodeFacts] = {}
+        self._sees_home = self._sees_hub = False  # whether the nodes see this machine's home, and its hub's cache
+
+    @property
+    def named(self) -> bool:
+        """Whether the hardware is named and no node was asked: a dry run asks none."""
+        return not self._facts and self.chosen.gpus is not None
+
+    def prepare(self) -> list[str]:
+        make_private_dir(home_dir())
+        hub = self._hub_here()
+        with marked_folders([home_dir(), *([hub] if hub else [])]) as marks:
+            self._facts = all_or_error(survey(self.ssh, self.chosen.hosts, Asked(nonces=tuple(marks))))
+        seen = [all(facts.nonces.get(mark) == marks[mark] for facts in self._facts.values()) for mark in marks]
+        self._sees_home, self._sees_hub = seen[0], hub is not None and seen[1]
+        refuse_skew(list(self._facts.values()))
+        return [self._fabric().because] if len(self.chosen.hosts) > 1 else []
+
+    def _hub_here(self) -> Path | None:
+        """The profile's Hugging Face home, where this machine sees it."""
+        hub = Path(self.chosen.hf_home).expanduser() if self.chosen.hf_home else None
+        return hub if hub and hub.is_dir() else None
+
+    def facts(self) -> dict[str, NodeFacts]:
+        """What the nodes are; they are asked once."""
+        if not self._facts:
+            self.prepare()
+        return self._facts
+
+    def _fabric(self) -> Fabric:
+        facts = [self._facts[host] for host in self.chosen.hosts]
+        return choose_fabric(facts, self.chosen.interface, self.chosen.hca, self.chosen.env)
+
+    def nodes(self) -> tuple[Node, ...]:
+        if self.named:
+            interface = self.chosen.interface
+            network = {
+                "NCCL_SOCKET_IFNAME": interface,
+                "GLOO_SOCKET_IFNAME": interface,
+                "NCCL_IB_HCA": self.chosen.hca,
+            }
+            env = {name: value for name, value in network.items() if value}
+            return tuple(Node(host, address_of(host), {**env, **self.chosen.env}) for host in self.chosen.hosts)
+        self.facts()
+        if len(self.chosen.hosts) == 1:
+            return (Node(self.chosen.hosts[0]),)
+        fabric = self._fabric()
+        return tuple(Node(host, fabric.addresses[host], fabric.env(host)) for host in self.chosen.hosts)
+
+    def inventory(self) -> Inventory:
+        count, link = len(self.chosen.hosts), self.chosen.fabric or "ib-ndr"
+        if self.chosen.gpus:
+            return parse_gpus(self.chosen.gpus, count, link)
+        return inventory_of([self.facts()[host] for host in self.chosen.hosts], link)
+
+    def verify(self, checks: Sequence[NodeCheck]) -> None:
+        for check in checks:
+            answers = each(self.chosen.hosts, lambda host, check=check: self._run(host, check))  # type: ignore[misc]
+            reports: dict[str, str] = {}
+            for host, answer in answers.items():
+                if isinstance(answer, EngineError) and check.details.get("pulled_at_start"):
+                    continue  # not there yet is not wrong
+                if isinstance(answer, CorralError):
+                    raise answer
+                reports[host] = answer
+            if check.reports and len(set(reports.values())) > 1:
+                rows = ", ".join(f"{host} has {text}" for host, text in reports.items())
+                raise ConflictError(f"{check.reports} differs between the nodes: {rows}.", check.remedy)
+
+    def _run(self, host: str, check: NodeCheck) -> str:
+        done = self.ssh.run(host, check.argv, timeout_s=check.timeout_s)
+        lines = (done.stdout.strip() or done.stderr.strip()).splitlines()
+        last = lines[-1] if lines else ""
+        if done.code:
+            raise EngineError(f"{check.what} does not work on {host}: {last or 'it said nothing'}", check.remedy)
+        return last
+
+    # files
+
+    def home(self) -> str:
+        if self.chosen.home and not self.chosen.home.startswith("~"):
+            return self.chosen.home
+        if self.named:
+            return self.chosen.home or DEFAULT_HOME
+        self.facts()
+        if self._shares_home():
+            return str(home_dir())
+        return self._there(self.chosen.home or DEFAULT_HOME)
+
+    def _shares_home(self) -> bool:
+        """Whether this machine and all nodes have one home."""
+        return self._sees_home and not self.chosen.home
+
+    def node_folder(self, folder: DeploymentFolder, launch_id: str) -> DeploymentFolder:
+        return DeploymentFolder(Path(self.home()) / "nodes" / f"{folder.path.name}-{launch_id[:8]}")
+
+    def place(self, path: Path, progress: Progress) -> str:
+        facts = self.facts()
+        if self._shares_home() and path.is_relative_to(home_dir()):
+            return str(path)
+        if (path / "config.json").is_file():
+            reasons = lacking(self.ssh, self.chosen.hosts, path)
+            if not reasons:
+                return str(path)  # a model that every node sees where this machine does
+            host, why = next(iter(reasons.items()))
+            progress(f"{path}: {host} {why}; it is brought to the nodes", 0, 0)
+        addresses = {node.name: node.address or facts[node.name].hostname for node in self.nodes()}
+        return ensure_folder(self.ssh, self.chosen.hosts, path, self._destination(path), addresses, progress)
+
+    def _destination(self, path: Path) -> str:
+        own = path.relative_to(home_dir()) if path.is_relative_to(home_dir()) else PurePath("models") / path.name
+        return str(PurePath(self.home()) / own)
+
+    def placed(self, path: Path) -> str:
+        if not self._facts:  # a folder that a profile says is on the nodes is there
+            folders = (self.chosen.home, self.chosen.models, self.chosen.hf_home)
+            there = any(path.is_relative_to(Path(folder).expanduser()) for folder in folders if folder)
+            return str(path) if there else self._destination(path)
+        seen = self._shares_home() and path.is_relative_to(home_dir())
+        return str(path) if seen or not lacking(self.ssh, self.chosen.hosts, path) else self._destination(path)
+
+    def find_model(self, source: ModelSource, least_bytes: int) -> str | None:
+        if self.named:
+            return None
+        folders = [f"{self.home()}/models/{source.name}"]
+        if self.chosen.models:
+            models, short = self._there(self.chosen.models).rstrip("/"), source.repo.rpartition("/")[2]
+            folders += [f"{models}/{source.repo}", f"{models}/{short}", f"{models}/{source.name}"]
+        hub = self._there(self.chosen.hf_home) if self.chosen.hf_home else ""
+        return find_on_nodes(self.ssh, self.chosen.hosts, dict.fromkeys(folders), hub, source.repo, least_bytes)
+
+    def fetch_model(self, source: ModelSource, least_bytes: int, progress: Progress) -> str | None:
+        self.facts()
+        if self._sees_hub or self._shares_home():  # the nodes see what this machine fetches
+            return None
+        if folder := self.find_model(source, least_bytes):
+            return folder
+        addresses = {node.name: node.address for node in self.nodes() if node.address}
+        folder = f"{self.home()}/models/{source.name}"
+        return pull_onto_nodes(
+            PullOrder(source.repo, self.chosen.hosts, folder, addresses=addresses), progress, self.ssh
+        )
+
+    def _there(self, path: str) -> str:
+        """A path on the nodes with their home in it."""
+        return path.replace("~", self.facts()[self.chosen.hosts[0]].home, 1) if path.startswith("~") else path
 
 
-def gather(folder: DeploymentFolder, hosts: Sequence[str], ask: Ask) -> Answers:
-    """What the hosts say, head first, mirrored into the folder; ends once nobody is left who is worth waiting for."""
-    inquiry = _Inquiry(folder, hosts, ask)
-    try:
-        inquiry.follow()
-    finally:
-        inquiry.close()
-    return inquiry.answers
+def bare(host: str) -> str:
+    """The host's name without a user."""
+    return host.rpartition("@")[2]
 
 
-def is_away(rank: RankFolder) -> bool:
-    """Whether the node of this rank did not answer a moment ago, also where another command asked."""
+def address_of(host: str) -> str:
+    """The address of a host as this machine resolves it; its name where it does not."""
     with contextlib.suppress(OSError):
-        return 0.0 <= time.time() - _note(rank).stat().st_mtime < AWAY_S
-    return False
+        return str(socket.getaddrinfo(bare(host), None, type=socket.SOCK_STREAM)[0][4][0])
+    return bare(host)
 
 
-def _note(rank: RankFolder) -> Path:
-    return rank.path / "away"
+def refuse_skew(facts: Sequence[NodeFacts]) -> None:
+    """Ranks of one replica need GPUs of one kind and number."""
+    kinds = {node.host: tuple(gpu.name for gpu in node.gpus) for node in facts}
+    labels = {host: f"{len(kind)} × {kind[0]}" if kind else "no GPU" for host, kind in kinds.items()}
+    first = facts[0].host
+    for host, kind in kinds.items():
+        if kind != kinds[first]:
+            raise ConflictError(
+                f"the nodes differ: {first} has {labels[first]}, {host} has {labels[host]}.",
+                "Name only nodes with the same GPUs.",
+            )
 
 
-class _Inquiry:
-    """One round of questions; a thread for every host, and the answers read in one place."""
-
-    def __init__(self, folder: DeploymentFolder, hosts: Sequence[str], ask: Ask) -> None:
-        self.answers: Answers = {}
-        self._hosts = hosts
-        self._ranks = {host: folder.rank(number) for number, host in enumerate(hosts)}
-        self._away = {host for host in hosts[1:] if is_away(self._ranks[host])}
-        self._ask = ask
-        self._came: Queue[tuple[str, NodeReport | Exception]] = Queue()
-        self._over = threading.Event()
-        self._handles = {host: CommandHandle() for host in hosts}
-        self._seats = threading.Semaphore(FAN_OUT)
-        for host in hosts:
-            threading.Thread(target=self._talk, args=(host,), daemon=True).start()
-
-    def _talk(self, host: str) -> None:
-        """Ask a host; one that is not the head again and again, until the round is over."""
-        while not self._over.is_set():
-            with self._seats:
-                self._came.put((host, self._once(host)))
-            if host == self._hosts[0] or self._over.wait(AGAIN_S):
-                return
-
-    def _once(self, host: str) -> NodeReport | Exception:
-        try:
-            return self._ask(host, self._ranks[host], REPORT_S, self._handles[host])
-        except Exception as error:
-            return error
-
-    def follow(self) -> None:
-        quiet_until: float | None = time.monotonic() + ANNOUNCE_AFTER_S  # None: it has been said
-        while late := self._needed():
-            left_s = None if quiet_until is None else max(0.0, quiet_until - time.monotonic())
-            try:
-                self._take(*self._came.get(timeout=left_s))
-            except Empty:
-                WAITING.get()(f"waiting for {some_of(late, 5)}")
-                quiet_until = None
-
-    def close(self) -> None:
-        """What is still being asked is given up; whatever it would have said comes with the next round."""
-        self._over.set()
-        for handle in self._handles.values():
-            handle.kill()
-
-    def _take(self, host: str, answer: NodeReport | Exception) -> None:
-        rank = self._ranks[host]
-        if isinstance(answer, NodeReport):
-            mirror(rank, answer)
-            with contextlib.suppress(OSError):
-                _note(rank).unlink(missing_ok=True)
-        elif isinstance(answer, UnreachableError) and not is_away(rank):
-            with contextlib.suppress(OSError):  # a full disk here: the next one waits again
-                write_atomic(_note(rank), answer.message)
-        elif not isinstance(answer, CorralError):
-            raise answer
-        self.answers[host] = answer
-
-    def _needed(self) -> list[str]:
-        """Whose answers the deployment's state still depends on."""
-        head, *others = self._hosts
-        if isinstance(self.answers.get(head), NodeReport):
-            cause = _cause(self._ranks[head])
-            if cause is not None:
-                others = [self._hosts[cause]] if 0 < cause < len(self._hosts) else []
-            return [host for host in others if host not in self.answers and host not in self._away]
-        if any(_has_lost_its_head(self._ranks[host]) for host in others if host in self.answers):
-            return []
-        return [host for host in self._hosts if host not in self.answers and host not in self._away]
-
-
-def _has_lost_its_head(rank: RankFolder) -> bool:
-    """Whether a rank has ended for a lost node; one that ended for another reason was told so by the head itself."""
-    ended = last_word(rank)
-    return ended is not None and ended[0] is Reason.NODE_LOST
-
-
-def _cause(head: RankFolder) -> int | None:
-    """Once it is over: the rank whose own log says why, or the head's; None while it goes on.
-
-    A node that fell silent has nothing to say, and is not waited for. One whose agent is gone may live: by being
-    asked, it learns that nobody needs the secrets there any more.
-    """
-    states = [event for event in read_events(head.events) if event.kind == "state"]
-    if not states or states[-1].get("state") not in ENDED:
-        return None
-    failed = states[-1].get("failed_rank")
-    lost = states[-1].get("reason") == Reason.NODE_LOST and not states[-1].get("closed")
-    return failed if isinstance(failed, int) and not lost else 0
+def inventory_of(facts: Sequence[NodeFacts], link: str) -> Inventory:
+    """The least of what the nodes have: every rank gets the same."""
+    least = min(facts, key=lambda node: node.memory_available_bytes)
+    base = Inventory(
+        None, 1, len(facts), 0, min(node.cores for node in facts), least.memory_bytes, least.memory_available_bytes,
+        link, "probed", cpu=common_cpu([parse_cpuinfo(node.cpuinfo, node.machine) for node in facts]),
+    )  # fmt: skip
+    gpus = facts[0].gpus
+    if not gpus:
+        return base
+    kind, memory = gpus[0].name, min(gpu.memory_bytes for node in facts for gpu in node.gpus)
+    kind, memory = recognise(kind, memory)
+    return replace(base, gpu=kind, gpus_per_node=len(gpus), memory_bytes_per_gpu=memory, driver=gpus[0].driver)

@@ -1,8 +1,8 @@
-"""What a courier says, decoded: one JSON object per line, from a machine that may lie.
+"""The events of a courier, decoded: one JSON object per line, from a machine that may lie.
 
-Every kind of event is a frozen record here; a line that is none of them is passed over (a login script may print),
-one that claims to be and has a wrong type or an impossible number is an error of that courier. Which paths of a
-manifest may be written is judged where they are written (`node/courier/manifest.py`).
+Every kind of event is a frozen record here. A line that is no event is skipped (a login script may print); an event
+with a wrong type or an impossible number is an error of that courier. Which paths of a manifest may be written is
+checked where they are written (`node/courier/manifest.py`).
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def _refuse_impossible(event: Mapping[str, Any]) -> None:
 
 
 def _is_possible(name: str, value: Any) -> bool:
-    """Whether a field can be meant; a name stands for one thing in all kinds of event."""
+    """Whether a field's value is possible; a name means the same in all kinds of event."""
     if name == "port":
         return bool(0 < value < 65536)
     if name == "address":

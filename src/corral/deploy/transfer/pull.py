@@ -12,22 +12,22 @@ import contextlib
 import json
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from corral.base.errors import CorralError, DataError, NotFoundError, UnreachableError, UsageError
+from corral.base.errors import CorralError, DataError, LaunchError, NotFoundError, UnreachableError, UsageError
 from corral.base.record import to_json
 from corral.base.ssh import Ssh, UnknownHostError, check_host, each
 from corral.base.untrusted import last_object
 from corral.base.wording import counted
 from corral.deploy.transfer.courier import HERE, ask_courier
-from corral.deploy.transfer.outcome import Origin, Outcome, Progress
-from corral.deploy.transfer.spread import HOME_ON_HOSTS, spread
+from corral.deploy.transfer.courier_group import HOME_ON_HOSTS, Origin, Outcome, Progress, Report
+from corral.deploy.transfer.spread import spread
 from corral.plan.models import store as model_store
 from corral.plan.models.hub import gated_error, token_origin
-from corral.plan.models.store import LEFT_OUT, ModelSource
+from corral.plan.models.store import LEFT_OUT, FetchProgress, ModelSource
 
 NOT_THE_MODEL = ("original/*", ".cache/*", ".git/*")  # in a folder the user named, everything else is meant
 STORAGE = {"auto": "any", "shared": "shared", "local-disk": "own"}
@@ -35,7 +35,7 @@ STORAGE = {"auto": "any", "shared": "shared", "local-disk": "own"}
 
 @dataclass(frozen=True)
 class PullOrder:
-    """What the user asked for; empty means: Corral chooses."""
+    """A pull as the user requests it; empty means: Corral chooses."""
 
     model: str
     hosts: tuple[str, ...] = ()
@@ -47,25 +47,8 @@ class PullOrder:
 
 
 @dataclass(frozen=True)
-class Arrival:
-    """One host's part of the result."""
-
-    host: str
-    state: str
-    moved_bytes: int = 0
-    seconds: float = 0.0
-    mb_per_s: float | None = None  # received
-    read_mb_per_s: float | None = None  # measured on the storage afterwards
-    load_s: float | None = None  # predicted: all bytes at that speed
-    damaged: tuple[str, ...] = ()
-    text: str = ""
-    remedy: str = ""
-    exit_code: int = 0  # of its failure
-
-
-@dataclass(frozen=True)
 class Pull:
-    """What became of it."""
+    """The result of a pull."""
 
     model: str
     folder: str
@@ -73,18 +56,15 @@ class Pull:
     why: str
     total_bytes: int
     seconds: float
-    hosts: tuple[Arrival, ...]
+    hosts: tuple[Outcome, ...]
 
     @property
-    def failed(self) -> tuple[Arrival, ...]:
-        return tuple(arrival for arrival in self.hosts if arrival.state == "failed")
-
-
-Report = Callable[[Progress], None]
+    def failed(self) -> tuple[Outcome, ...]:
+        return tuple(outcome for outcome in self.hosts if not outcome.ok)
 
 
 def pull(order: PullOrder, report: Report, ssh: Ssh | None = None) -> Pull:
-    """Do it; hosts that failed are in the result, everything else that cannot be done raises."""
+    """Bring a model where it is needed; hosts that failed are in the result, every other failure raises."""
     ssh = ssh or Ssh()
     hosts = tuple(check_host(host) for host in dict.fromkeys(order.hosts))
     if order.storage != "auto" and not hosts:
@@ -112,8 +92,17 @@ def pull(order: PullOrder, report: Report, ssh: Ssh | None = None) -> Pull:
     return _result(name, folder, origin, why, outcomes, ssh, began_s)
 
 
+def pull_onto_nodes(order: PullOrder, progress: FetchProgress, ssh: Ssh) -> str:
+    """Pull onto every host of the order; the model's folder there, or the error of the first host that failed."""
+    result = pull(order, lambda far: progress(f"{far.host}: {far.what}", far.done_bytes, far.total_bytes), ssh)
+    if result.failed:
+        first = result.failed[0]
+        raise LaunchError(f"the model did not reach {first.host}: {first.text}", first.remedy, host=first.host)
+    return result.folder
+
+
 def _refuse_unreachable(hosts: Sequence[str], ssh: Ssh) -> None:
-    """Before anything is fetched: a mistyped name is refused; a host that is down only where no other answers."""
+    """Refuse unknown host names before anything is fetched; hosts that are down only where no other answers."""
     failed = [error for error in each(hosts, lambda host: ssh.run(host, ["true"])).values()
               if isinstance(error, CorralError)]  # fmt: skip
     refused = failed if len(failed) == len(hosts) else [e for e in failed if isinstance(e, UnknownHostError)]
@@ -145,7 +134,7 @@ def _origin(order: PullOrder, hosts: Sequence[str], report: Report, ssh: Ssh) ->
 
 
 def _from_hub(source: ModelSource, host: str, ssh: Ssh) -> Origin:
-    """The repository's files as the host sees them; a gated or missing one is told before anything moves."""
+    """The repository's files as the host sees them; a gated or missing one is refused before anything moves."""
     from huggingface_hub import constants, get_token
 
     if constants.HF_HUB_OFFLINE:
@@ -158,15 +147,17 @@ def _from_hub(source: ModelSource, host: str, ssh: Ssh) -> Origin:
     token = get_token()
     order = {"url": constants.ENDPOINT, "repo": source.repo, "token": token, "leave_out": LEFT_OUT}
     try:
-        found = ask_courier(ssh, host, "hub", order, ["manifest"])
+        manifest = ask_courier(ssh, host, "hub", order, ["manifest"])
     except CorralError as error:
         raise _hub_error(source.repo, host, error) from error
-    if not re.fullmatch(r"[0-9A-Za-z._-]{1,100}", found["commit"]):
+    if not re.fullmatch(r"[0-9A-Za-z._-]{1,100}", manifest["commit"]):
         raise DataError(
-            f"{host} says that {source.repo} is at {found['commit']!r}, which is not a commit.", "Look there."
+            f"{host} says that {source.repo} is at {manifest['commit']!r}, which is not a commit.", "Look there."
         )
-    url = f"{constants.ENDPOINT.rstrip('/')}/{source.repo}/resolve/{found['commit']}"  # the token goes nowhere else
-    return Origin(host="", hub_url=url, hub_token=token, files=found["files"])
+    url = (
+        f"{constants.ENDPOINT.rstrip('/')}/{source.repo}/resolve/{manifest['commit']}"  # the token goes nowhere else
+    )
+    return Origin(host="", hub_url=url, hub_token=token, files=manifest["files"])
 
 
 def _hub_error(repo: str, host: str, error: CorralError) -> CorralError:
@@ -190,11 +181,11 @@ for pattern in order["folders"]:
 """
 
 
-def _found_path(host: str, said: str) -> str:
+def _path_in(host: str, answer: str) -> str:
     """The folder that the host names; empty when it has none."""
-    if "{" not in said:
+    if "{" not in answer:
         return ""
-    path = last_object(said, f"the answer of {host}").get("folder")
+    path = last_object(answer, f"the answer of {host}").get("folder")
     if not isinstance(path, str) or not path.startswith("/") or len(path) > 4096:
         raise DataError(f"{host} says that the model is in {str(path)[:100]!r}, which is not a path.", "Look there.")
     return path
@@ -211,7 +202,7 @@ def _on_host(order: PullOrder, host: str, ssh: Ssh) -> tuple[str, Origin, str]:
         folders = [order.to] if order.to else []
         folders += [f"{HOME_ON_HOSTS}/{name}", f"~/.cache/huggingface/{cache}"]
     done = ssh.python(host, _FIND, stdin=json.dumps({"folders": folders}).encode() + b"\n").or_raise(f"on {host}")
-    path = _found_path(host, done.stdout)
+    path = _path_in(host, done.stdout)
     if not path:
         raise NotFoundError(f"{host} has no {order.model}.", f"Looked for {', '.join(folders)}.")
     return name, Origin(path, host=host, leave_out=LEFT_OUT), f"{host} has it in {path}"
@@ -219,7 +210,7 @@ def _on_host(order: PullOrder, host: str, ssh: Ssh) -> tuple[str, Origin, str]:
 
 # ------------------------------------------------------------------------------------------------ this machine
 def _pull_here(order: PullOrder, report: Report, ssh: Ssh, began_s: float) -> Pull:
-    """As `corral up` would fetch it, and then judged by the hashes the hub promised."""
+    """Fetch as `corral up` would, and check the hashes that the hub promised."""
     if order.source not in ("", "hub"):
         raise UsageError("--from HOST needs a destination.", "Name it with --to FOLDER or --hosts.")
     source = model_store.locate(order.model)
@@ -262,8 +253,8 @@ def _damaged_in_cache(folder: Path, again: bool, report: Report, ssh: Ssh) -> tu
         return ()
     report(Progress(HERE, "checking hashes"))
     order = {"folder": str(folder), "files": to_json(promised), "check": "again" if again else "hash", "own": False}
-    found: tuple[str, ...] = ask_courier(ssh, HERE, "verify", order, ["need"])["damaged"]
-    return found
+    damaged: tuple[str, ...] = ask_courier(ssh, HERE, "verify", order, ["need"])["damaged"]
+    return damaged
 
 
 def _promised_hash(path: Path) -> str | None:
@@ -282,9 +273,9 @@ def _result(
     source = origin.hub_url.partition("/resolve/")[0] or (
         origin.path if origin.host == HERE else f"{origin.host}:{origin.path}"
     )
-    arrivals = tuple(_arrival(outcome, speeds.get(outcome.host)) for outcome in outcomes.values())
+    measured = tuple(_with_speeds(outcome, speeds.get(outcome.host)) for outcome in outcomes.values())
     total = max((outcome.total_bytes for outcome in outcomes.values()), default=0)
-    return Pull(name, folder, source, why, total, seconds, arrivals)
+    return Pull(name, folder, source, why, total, seconds, measured)
 
 
 def _read_speed(ssh: Ssh, host: str, folder: str) -> float:
@@ -292,18 +283,13 @@ def _read_speed(ssh: Ssh, host: str, folder: str) -> float:
     return float(ask_courier(ssh, host, "read-speed", order, ["read-speed"])["bytes_per_s"])
 
 
-def _arrival(outcome: Outcome, speed: Any) -> Arrival:
-    known = isinstance(speed, float) and speed > 0
-    return Arrival(
-        host=outcome.host,
-        state=outcome.state,
-        moved_bytes=outcome.moved_bytes,
+def _with_speeds(outcome: Outcome, read: Any) -> Outcome:
+    """The outcome with its speeds; `read` is what the storage measured afterwards, or why it could not."""
+    known = isinstance(read, float) and read > 0
+    return replace(
+        outcome,
         seconds=round(outcome.seconds, 3),
         mb_per_s=round(outcome.moved_bytes / 1e6 / outcome.seconds, 1) if outcome.moved_bytes else None,
-        read_mb_per_s=round(speed / 1e6, 1) if known else None,
-        load_s=round(outcome.total_bytes / speed, 1) if known else None,
-        damaged=outcome.damaged,
-        text=outcome.text,
-        remedy=outcome.remedy,
-        exit_code=outcome.exit_code,
+        read_mb_per_s=round(read / 1e6, 1) if known else None,
+        load_s=round(outcome.total_bytes / read, 1) if known else None,
     )

@@ -10,7 +10,7 @@ import click
 
 from corral.base.wording import duration
 from corral.deploy.profile.drafting import up_command, vllm_command
-from corral.deploy.profile.merging import AskedValues
+from corral.deploy.profile.merging import PlanRequest
 from corral.deploy.profile.profile import Profile
 from corral.lab.report import tables
 from corral.lab.report.tables import reading_width
@@ -88,7 +88,7 @@ def _memory_text(plan: Plan) -> str:
 
 
 def plan_lines(
-    plan: Plan, model: str, asked: AskedValues, profile: Profile | None = None, replicas: int = 1
+    plan: Plan, model: str, asked: PlanRequest, profile: Profile | None = None, replicas: int = 1
 ) -> Iterator[str]:
     """The plan, top to bottom: verdict, split, memory, speed, what else was considered, how to start it."""
     columns = reading_width()

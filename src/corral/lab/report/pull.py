@@ -9,8 +9,8 @@ import time
 from collections.abc import Iterator
 
 from corral.base.wording import duration
-from corral.deploy.transfer.outcome import Progress
-from corral.deploy.transfer.pull import Arrival, Pull
+from corral.deploy.transfer.courier_group import Outcome, Progress
+from corral.deploy.transfer.pull import Pull
 from corral.lab.report.screen import LiveLines, tell
 from corral.lab.report.tables import table_lines
 
@@ -35,7 +35,7 @@ def pull_lines(result: Pull, columns: int | None) -> Iterator[str]:
             yield f"\n{arrival.host}: fetched again because damaged: {', '.join(arrival.damaged)}"
 
 
-def _row(arrival: Arrival) -> list[str]:
+def _row(arrival: Outcome) -> list[str]:
     return [
         arrival.host,
         STATES[arrival.state],

@@ -10,8 +10,7 @@ from corral.deploy.deployment.events import Event
 from corral.deploy.deployment.fleet import Judgement
 from corral.deploy.deployment.start_times import amount
 from corral.deploy.deployment.state import ENDED, State
-from corral.deploy.lifecycle.deployments import Status
-from corral.deploy.lifecycle.members import HeldJob, RankMember
+from corral.deploy.lifecycle.deployments import HeldJob, RankMember, Status
 from corral.lab.report import tables
 from corral.lab.report.screen import since
 from corral.plan.measured import Differences

@@ -16,7 +16,7 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from corral.deploy.lifecycle.bringup import DeployRequest
+from corral.deploy.lifecycle.decision import DeployRequest
 from corral.engines.flags import flag_name, takes_next
 from corral.engines.settings import SETTINGS, Setting, VariedBy, read_back
 from corral.plan.contract import Plan

@@ -24,7 +24,7 @@ from math import exp
 from threading import Condition
 
 from corral.base.errors import CorralError, DoesNotFitError, UsageError
-from corral.deploy.lifecycle.bringup import DeployRequest, sized
+from corral.deploy.lifecycle.decision import DeployRequest, sized
 from corral.deploy.targets.base import Queue, load_target
 from corral.engines.flags import flag_name
 from corral.lab.tune.race import Race, expected_costs, next_order

@@ -20,7 +20,7 @@ from corral.base.errors import CorralError, DataError, NotFoundError, UsageError
 from corral.base.files import make_private_dir, write_atomic
 from corral.base.home import home_dir
 from corral.base.record import dump_json, from_json, load_json, nearest, renamed_from, to_json
-from corral.deploy.lifecycle.bringup import DeployRequest
+from corral.deploy.lifecycle.decision import DeployRequest
 from corral.lab.bench.spec import Spec
 from corral.lab.tune.objective import Objective
 from corral.lab.tune.race import Race

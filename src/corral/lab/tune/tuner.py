@@ -22,6 +22,7 @@ from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.deployment.start_times import Expected
 from corral.deploy.deployment.state import State
 from corral.deploy.lifecycle import bringup, deployments
+from corral.deploy.lifecycle.decision import DeployRequest
 from corral.lab.bench.measure import Bench
 from corral.lab.tune.knobs import BASE, Knob, Setup, tuned_request
 from corral.lab.tune.objective import measure_score, roofline
@@ -54,7 +55,7 @@ class Pruned:
 
 
 def fitting_knobs(
-    request: bringup.DeployRequest, knobs: Sequence[Knob], check: Callable[[bringup.DeployRequest], object]
+    request: DeployRequest, knobs: Sequence[Knob], check: Callable[[DeployRequest], object]
 ) -> tuple[tuple[Knob, ...], tuple[Pruned, ...]]:
     """The knobs with the values that pass the check (there is a plan for them), and those that do not."""
     kept, pruned = [], []

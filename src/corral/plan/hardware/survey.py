@@ -6,18 +6,22 @@ node is in `NodeFacts.errors` and its fields are empty; a host that could not be
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import re
+import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from ipaddress import IPv4Interface
+from pathlib import Path
 
 from corral.base.bundle import bundle
 from corral.base.errors import CorralError, DataError, UnreachableError
+from corral.base.files import write_atomic
 from corral.base.record import from_json, to_json
 from corral.base.shell import Completed, capture
 from corral.base.ssh import FAN_OUT, MOST_OUTPUT_BYTES, Ssh, each
@@ -322,3 +326,22 @@ def _clock(asked_s: float, began_s: float, ended_s: float, took_s: float) -> tup
     """How far the node's clock is ahead, and how well that is known: the way there and back counts as equal."""
     way = max(0.0, took_s - (ended_s - began_s))
     return ((began_s - asked_s) + (ended_s - asked_s - took_s)) / 2, way / 2
+
+
+@contextlib.contextmanager
+def marked_folders(
+    folders: Sequence[Path], failed: Callable[[OSError], None] = lambda _: None
+) -> Iterator[dict[str, str]]:
+    """A small file for a moment in each folder: path -> content. A node that reads the content sees the folder."""
+    content = secrets.token_hex(16)
+    marks = [folder / f".seen-{secrets.token_hex(4)}" for folder in folders]
+    try:
+        for mark in marks:
+            try:
+                write_atomic(mark, content)
+            except OSError as error:
+                failed(error)
+        yield {str(mark): content for mark in marks}
+    finally:
+        for mark in marks:
+            mark.unlink(missing_ok=True)

@@ -27,7 +27,8 @@ from corral.deploy.deployment.fleet import (
 from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.deployment.state import ENDED
 from corral.deploy.launch.render import LaunchSpec
-from corral.deploy.lifecycle import bringup, deployments
+from corral.deploy.lifecycle import bringup, deployments, rendering
+from corral.deploy.lifecycle.decision import DeployRequest, sized
 from corral.deploy.lifecycle.watching import Reporter
 from corral.deploy.targets.base import load_target, target_class
 from corral.plan.hardware.inventory import Inventory, NodeSlice
@@ -78,22 +79,23 @@ class FleetOrder:
     keep: bool = False
 
 
-def preview(request: bringup.DeployRequest, size: FleetSize, note: Callable[[str], None]) -> list[LaunchSpec]:
+def preview(request: DeployRequest, size: FleetSize, note: Callable[[str], None]) -> list[LaunchSpec]:
     """What the first members would run; nothing is started or written."""
     shares = place_all(_nodes(request), size.least, size.most)
-    name = bringup.sized(_narrowed(replace(request, share=shares[0])), note)[1].name
+    name = sized(_narrowed(replace(request, share=shares[0])), note)[1].name
     requests = [replace(request, share=share, name=f"{name}-{n}") for n, share in enumerate(shares, 1)]
     taken: dict[tuple[str, ...], set[int]] = {}
     return [
-        bringup.dry_run(_narrowed(one), note, taken=taken.setdefault(one.share.nodes[:1], set())) for one in requests
+        rendering.dry_run(_narrowed(one), note, taken=taken.setdefault(one.share.nodes[:1], set()))
+        for one in requests
     ]
 
 
-def make_fleet(request: bringup.DeployRequest, asked: FleetOrder, report: Reporter) -> FleetFolder:
+def make_fleet(request: DeployRequest, asked: FleetOrder, report: Reporter) -> FleetFolder:
     """Decide, take the name, write everything down; nothing is started yet."""
     nodes = _nodes(request)
     shares = place_all(nodes, asked.size.least, asked.size.most)
-    _, decision = bringup.sized(_narrowed(replace(request, share=shares[0])), report.note)
+    _, decision = sized(_narrowed(replace(request, share=shares[0])), report.note)
     now_s = time.time()
     fleet = Fleet(
         name=decision.name,
@@ -139,7 +141,7 @@ def _free_the_name(fleet: Fleet) -> None:
             folder.set_aside()
 
 
-def _nodes(request: bringup.DeployRequest) -> tuple[FleetNode, ...]:
+def _nodes(request: DeployRequest) -> tuple[FleetNode, ...]:
     """The machines that members share; empty where a scheduler gives each member its own."""
     names = target_class(request.target).divisible(request.target_options)
     if not names:
@@ -158,7 +160,7 @@ def _cores(found: Inventory, here: bool) -> tuple[int, ...]:
     return tuple(numbers)[: found.cpu_cores]
 
 
-def _narrowed(request: bringup.DeployRequest) -> bringup.DeployRequest:
+def _narrowed(request: DeployRequest) -> DeployRequest:
     """The request with only the nodes of its share."""
     options = target_class(request.target).only_on(request.target_options, request.share.nodes)
     return replace(request, target_options=options) if request.share.nodes else request
@@ -168,7 +170,7 @@ def start_member(folder: FleetFolder, name: str, report: Reporter | None = None)
     """Start one member, in the share that it has; returns as soon as it is on its way."""
     member = read_fleet(folder).member(name)
     share = member.share if member else NodeSlice()
-    request = _narrowed(replace(load_json(bringup.DeployRequest, folder.request), name=name, share=share))
+    request = _narrowed(replace(load_json(DeployRequest, folder.request), name=name, share=share))
     return bringup.bring_up(request, report or _Silent(), wait=False)
 
 

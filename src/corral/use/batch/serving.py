@@ -37,7 +37,7 @@ from corral.use.batch.input.lengths import Counter, engine_counter, server_count
 from corral.use.batch.spec import BatchOrder, load_record
 
 if TYPE_CHECKING:
-    from corral.deploy.lifecycle.bringup import DeployDecision, DeployRequest
+    from corral.deploy.lifecycle.decision import DeployDecision, DeployRequest
 
 
 class InProcessServer:
@@ -98,7 +98,7 @@ class ModelToStart:
 
     def request(self, name: str, **more: Any) -> DeployRequest:
         """What `corral up` would be asked."""
-        from corral.deploy.lifecycle.bringup import DeployRequest
+        from corral.deploy.lifecycle.decision import DeployRequest
         from corral.plan.settings import parse_assignments
 
         said = dict(self.more)
@@ -232,11 +232,12 @@ def _started(where: BatchServers, offline: ModelToStart, order: BatchOrder, repo
     from corral.deploy.deployment.folder import DeploymentFolder
     from corral.deploy.deployment.state import ENDED
     from corral.deploy.lifecycle import bringup, deployments
+    from corral.deploy.lifecycle.decision import sized
     from corral.deploy.lifecycle.watching import wait_ready
 
     name = offline_name(order.output)
     request = offline.request(name)
-    _, decision = bringup.sized(request, reporter.note)
+    _, decision = sized(request, reporter.note)
     folder = DeploymentFolder.of(name)
     begun: list[bool] = []
 

@@ -12,6 +12,7 @@ from corral.base.record import load_json
 from corral.client.endpoint import Endpoint
 from corral.deploy.deployment.folder import all_folders, open_folder
 from corral.deploy.lifecycle import bringup, deployments
+from corral.deploy.lifecycle.decision import DeployRequest
 from corral.deploy.lifecycle.resolve import ready_endpoint, resolve
 from corral.deploy.lifecycle.watching import Lines
 from corral.plan.contract import Goal
@@ -37,7 +38,7 @@ def up(
     Leaving the `with` of what it returns, or its `close()`, stops the server. With `reuse`, a deployment of that name
     that is ready already is used instead, and is left running.
     """
-    request = bringup.DeployRequest(
+    request = DeployRequest(
         model=model,
         name=name,
         port=port,
@@ -49,7 +50,7 @@ def up(
     return _serve(request, reuse, quiet)
 
 
-def _serve(request: bringup.DeployRequest, reuse: bool, quiet: bool) -> LLM:
+def _serve(request: DeployRequest, reuse: bool, quiet: bool) -> LLM:
     began_s = time.time()
     try:
         status = bringup.bring_up(request, Lines(quiet))

@@ -177,7 +177,7 @@ def _hand_on(output: str, here: InJob, result: Result | None) -> InJobOutcome:
         return InJobOutcome(result, text=f"{text}. Ask for more with --time. {_continue(output)}")
     if count >= here.max_jobs:
         return InJobOutcome(result, text=f"{count} jobs were used (--max-jobs). {_continue(output)}")
-    id = here.queue.hand_on(here.folder, here.own.id)
+    id = here.queue.submit_successor(here.folder, here.own.id)
     add_job(folder, id, here.deployment, here.target)
     return InJobOutcome(
         result, id, f"job {id} goes on when this one is over ({count + 1} of at most {here.max_jobs})"

@@ -28,6 +28,7 @@ from corral.base.record import dump_json, load_json
 from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.deployment.state import ENDED, Reason
 from corral.deploy.lifecycle import bringup, deployments
+from corral.deploy.lifecycle.decision import sized
 from corral.deploy.targets.base import JobState, Queue, Target, load_target
 from corral.use.batch.core.folder import BatchFolder
 from corral.use.batch.core.ledger import read_ledger
@@ -150,7 +151,7 @@ def submit(
     assert where.offline is not None
     folder = folder_of(str(Path(order.output).absolute()), order.ordered)
     name = offline_name(order.output)
-    target, decision = bringup.sized(where.offline.request(name), reporter.note)
+    target, decision = sized(where.offline.request(name), reporter.note)
     assert isinstance(target, Queue)
     cancel_hopeless(folder)
     busy = _active(folder)

@@ -1,0 +1,128 @@
+"""The LaunchSpec of a decision, for a launch, a dry run, or commands to paste."""
+
+from __future__ import annotations
+
+import hashlib
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from corral.base.home import home_dir
+from corral.deploy.deployment.folder import DeploymentFolder
+from corral.deploy.deployment.start_times import expectation, kind_of
+from corral.deploy.launch.links import choose_link
+from corral.deploy.launch.paste import masked
+from corral.deploy.launch.render import LaunchSpec, Order, render
+from corral.deploy.lifecycle.decision import DeployDecision, DeployRequest, Preview, runtime_of, sized
+from corral.deploy.targets.base import Target
+from corral.engines.flags import check_arguments
+from corral.engines.runtimes.base import Runtime
+from corral.plan.hardware.inventory import Inventory
+from corral.plan.models import store as model_store
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A decision with everything in place for its launch."""
+
+    decision: DeployDecision
+    target: Target
+    folder: DeploymentFolder
+    runtime: Runtime
+    model_path: str  # on the nodes
+    launch_id: str
+
+    def start_kind(self) -> str:
+        """What the length of a start depends on, as a key: starts of one kind take about as long."""
+        plan, request = self.decision.plan, self.decision.request
+        return kind_of(
+            self.decision.source.name, plan.precision, plan.parallel, plan.settings, plan.max_model_len,
+            request.extra_args, self.runtime.engine, request.runtime, self.target.name, self.target.options(),
+        )  # fmt: skip
+
+
+def dry_run(
+    request: DeployRequest,
+    note: Callable[[str], None] = lambda _: None,
+    inventory: Inventory | None = None,
+    taken: set[int] | None = None,
+) -> LaunchSpec:
+    """The very LaunchSpec that would run, with nothing installed, fetched or started."""
+    target, decision = sized(request, preview=Preview(inventory))
+    staged = _unstaged(decision, target, DeploymentFolder.of(decision.name), "dry-run", note)
+    return render_launch(staged, note, taken)
+
+
+def to_paste(request: DeployRequest, note: Callable[[str], None], inventory: Inventory | None = None) -> str:
+    """The same launch as commands to paste; they leave a deployment of the same name alone."""
+    target, decision = sized(request, note, Preview(inventory))
+    folder = DeploymentFolder(home_dir() / "pasted" / DeploymentFolder.of(decision.name).path.name)
+    launch_id = f"pasted{hashlib.sha256(decision.name.encode()).hexdigest()[:10]}"
+    staged = _unstaged(decision, target, folder, launch_id, note)
+    spec = masked(render_launch(staged, note))
+    return target.paste(spec, folder, _before(decision, staged.model_path, [rank.node for rank in spec.ranks]))
+
+
+def _unstaged(
+    decision: DeployDecision, target: Target, folder: DeploymentFolder, launch_id: str, note: Callable[[str], None]
+) -> Staged:
+    """The launch as staging would make it, with nothing staged."""
+    for text in decision.notes():
+        note(text)
+    path, runtime = _model_path(decision, target), runtime_of(decision.request, target, decision.flavour)
+    return Staged(decision, target, folder, runtime, path, launch_id)
+
+
+def _model_path(decision: DeployDecision, target: Target) -> str:
+    """Where the nodes have the model, or will have it; its name on the hub where nobody has it yet."""
+    here = model_store.already_here(decision.source)
+    if here:
+        return target.placed(here)
+    return target.find_model(decision.source, decision.least_bytes) or decision.source.repo
+
+
+def _before(decision: DeployDecision, path: str, hosts: list[str]) -> list[str]:
+    """The commands that come before a launch by hand, or a comment on them."""
+    here = model_store.already_here(decision.source)
+    if here and path != str(here):
+        pull = [sys.executable, "-m", "corral", "pull", str(here), "--hosts", ",".join(hosts), "--to", path]
+        return [shlex.join(pull)]
+    if path == decision.source.repo:
+        return [f"# vLLM fetches {path} from the hub; after `corral pull {path}` this would serve it from disk"]
+    return []
+
+
+def render_launch(staged: Staged, note: Callable[[str], None], taken: set[int] | None = None) -> LaunchSpec:
+    """The commands of a launch. `taken` are ports of the head node that others will use; its own is added."""
+    decision, target, runtime = staged.decision, staged.target, staged.runtime
+    request, nodes = decision.request, target.nodes()
+    check_arguments(request.extra_args, runtime.flags())
+    bind = target.default_bind(request.expose) if request.bind is None else request.bind
+    chosen = target.choose_ports(bind, request.port, taken or ())
+    if taken is not None:
+        taken.add(chosen.ports.serve)
+    link, why = choose_link(request.link, nodes, runtime.flags())
+    for text in filter(None, (chosen.note, f"link {link}: {why}" if len(nodes) > 1 else "")):
+        note(text)
+    order = Order(
+        deployment=decision.name,
+        launch_id=staged.launch_id,
+        folder=target.node_folder(staged.folder, staged.launch_id),
+        model=decision.source.name,
+        model_path=staged.model_path,
+        served_name=decision.served_name,
+        target=target.name,
+        link=link,
+        nodes=nodes,
+        host=bind,
+        ports=chosen.ports,
+        base_url=target.base_url(bind, chosen.ports),
+        files=target.FILES,
+        extra_args=request.extra_args,
+        extra_env={**request.share.env(), **request.extra_env},
+        patience=request.patience,
+        expected=expectation(staged.start_kind(), decision.plan),
+    )
+    spec = render(decision.plan, order, runtime)
+    return replace(spec, script=target.script(spec, staged.folder))
