@@ -19,9 +19,9 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from corral.client.doorkeeper import PeerCheck
 from corral.client.endpoint import Endpoint
 from corral.client.errors import KeyRefusedError, RequestError, ServerGoneError, TimedOutError, error_from_status
+from corral.client.peer_check import PeerCheck
 from corral.client.reply import Assembly, read_reply
 from corral.client.wire import Exchange, Wire
 

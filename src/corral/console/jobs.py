@@ -15,9 +15,8 @@ from corral.base.wording import counted
 from corral.console.standings import mark_of
 from corral.lab.tune.race import RaceEnd, verdict
 from corral.lab.tune.store import TuneRun, all_runs
-from corral.use.batch.core.folder import BatchFolder
+from corral.use.batch.core.folder import BatchFolder, known_outputs
 from corral.use.batch.inspect import inspect
-from corral.use.batch.spec import known_outputs
 
 SHOWN = 12
 RATE_S = 60.0  # speeds are means over the last minute of looking
@@ -56,7 +55,7 @@ class Jobs:
             folder = BatchFolder(output)
             stamp: tuple[Any, ...] = (
                 mark_of(folder.ledger),
-                mark_of(folder.job),
+                mark_of(folder.spec),
                 self._clock() // 10,
             )  # a runner may be gone
             looks.append((f"batch {output}", stamp, lambda output=output: _batch(output)))  # type: ignore[misc]

@@ -18,9 +18,8 @@ from corral.lab.bench import store
 from corral.lab.bench.compare import ListedRun, all_runs, compared
 from corral.lab.bench.metrics import RequestRow, latencies_s, percentile
 from corral.lab.report.text import headline, timeline
-from corral.use.batch.inspect import inspect
-from corral.use.batch.results import failure_groups, rows_of
-from corral.use.batch.spec import known_outputs
+from corral.use.batch.core.folder import known_outputs
+from corral.use.batch.inspect import failure_groups, inspect, rows_of
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
 _CUTS = (*range(0, 100, 2), 99, 100)  # percentiles of a drawn distribution

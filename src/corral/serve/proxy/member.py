@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 from urllib.parse import urlsplit
 
-from corral.client.doorkeeper import PeerCheck
+from corral.client.peer_check import PeerCheck
 from corral.deploy.deployment.state import State
 from corral.serve.proxy.upstream import Upstream
 
