@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
+from corral.client.errors import error_body
 from corral.fake import words
 
 _MAX_LOGPROBS = 20
@@ -38,9 +38,8 @@ class FakeRefusedError(Exception):
         super().__init__(message)
         self.status, self.message, self.kind, self.param, self.retry_after = status, message, kind, param, retry_after
 
-    def body(self) -> bytes:
-        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.status}
-        return json.dumps({"error": error}, ensure_ascii=False, separators=(",", ":")).encode()
+    def body(self) -> dict[str, Any]:
+        return error_body(self.message, self.kind, self.status, self.param)
 
 
 @dataclass(slots=True)

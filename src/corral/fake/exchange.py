@@ -7,13 +7,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from corral.client.errors import error_body
 from corral.client.http1 import response
 from corral.fake.ask import Ask, FakeRefusedError
 from corral.fake.connection import FakeConnection
 from corral.fake.faults import Fault
 from corral.fake.metrics import Metrics, TruthLog
 from corral.fake.pace import FakeEngine, FakeJob
-from corral.fake.shapes import FakeStream, error_event, framed, full_body
+from corral.fake.shapes import FakeStream, dumps, framed, full_body
 from corral.fake.words import Answer
 
 _STREAM_HEAD = (
@@ -38,7 +39,7 @@ class Context:
 def refuse(to: FakeConnection, refused: FakeRefusedError) -> None:
     """Answer a request with an error, as the engine would."""
     extra = b"retry-after: %g\r\n" % refused.retry_after if refused.retry_after else b""
-    to.send(response(refused.status, refused.body(), extra=extra))
+    to.send(response(refused.status, dumps(refused.body()), extra=extra))
     to.done()
 
 
@@ -181,7 +182,10 @@ class FakeExchange:
             else:
                 to.close()
         elif fault.kind == "error":
-            to.send(framed(error_event("Internal server error")) + b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
+            to.send(
+                framed(dumps(error_body("Internal server error", "InternalServerError", 500)))
+                + b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
+            )
             to.done()
         elif fault.kind == "garbage":
             to.send(framed(b'{"id":"cmpl-garbage","choices":[{"te'))

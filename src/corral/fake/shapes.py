@@ -28,11 +28,6 @@ def usage(prompt: int, completion: int) -> dict[str, int]:
     return {"prompt_tokens": prompt, "total_tokens": prompt + completion, "completion_tokens": completion}
 
 
-def error_event(message: str) -> bytes:
-    """The data of an error chunk inside a stream that began with 200."""
-    return dumps({"error": {"message": message, "type": "InternalServerError", "param": None, "code": 500}})
-
-
 def full_body(ask: Ask, name: str, created: int, model: str, answers: list[Answer]) -> bytes:
     """The body of an answer that is not streamed."""
     completion = sum(a.count for a in answers)

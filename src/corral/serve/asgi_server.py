@@ -18,6 +18,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from corral.base.errors import ConflictError
+from corral.client.errors import error_body
 from corral.client.http1 import LARGEST_HEAD_BYTES, response
 
 _PATH = re.compile(r"(?<![\w:/.~-])/(?:[^\s/'\"`]+/)+")
@@ -32,7 +33,7 @@ class Refusal(Exception):  # noqa: N818 - an answer, not an error of ours
 
     def body(self) -> dict[str, Any]:
         kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return {"error": {"message": str(self), "type": kind, "param": None, "code": None}}
+        return error_body(str(self), kind, None)
 
 
 def without_paths(text: str) -> str:

@@ -21,6 +21,7 @@ import msgspec
 
 from corral.base.errors import CorralError, DataError, UsageError
 from corral.base.files import create_private
+from corral.client.errors import error_body
 from corral.client.reply import Reply
 from corral.use.batch.core.folder import COMPRESSIONS, BatchFolder, sync_dir
 from corral.use.batch.core.ledger import Ledger
@@ -85,8 +86,8 @@ class BatchWork:
         except DataError:
             identity = None
         status = getattr(error, "status", None)
-        answer = {"message": error.message, "type": type(error).__name__, "code": status}
-        response = {"status_code": status, "request_id": "", "body": {"error": answer}} if status else None
+        body = error_body(error.message, type(error).__name__, status)
+        response = {"status_code": status, "request_id": "", "body": body} if status else None
         code = type(error).__name__.removesuffix("Error")
         return _error_line(identity, line, code, error.message, response)
 
