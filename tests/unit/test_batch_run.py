@@ -819,5 +819,5 @@ def test_errors_are_judged() -> None:
     assert judge(OverloadedError("429")) is Verdict.LATER
     for status, verdict in ((400, Verdict.ROW), (401, Verdict.FATAL), (404, Verdict.FATAL), (500, Verdict.AGAIN)):
         assert judge(error_from_status(status, b"", None, "x")) is verdict
-    assert backoff_s(0, 0.5, 60, asked_s=7.0) == 7.0
+    assert backoff_s(0, 0.5, 60, retry_after_s=7.0) == 7.0
     assert all(backoff_s(50, 0.5, 60) <= 60 for _ in range(20))

@@ -76,9 +76,9 @@ async def _twice(servers: list[tuple[str, Endpoint]], interval_s: float) -> list
 
     watch = Watch(servers)
     try:
-        await watch.look()
+        await watch.read()
         await asyncio.sleep(interval_s)
-        return await watch.look()
+        return await watch.read()
     finally:
         await watch.close()
 
@@ -91,14 +91,14 @@ async def _live(names: tuple[str, ...], urls: tuple[str, ...], key_file: str | N
     watch = Watch(_servers(names, urls, key_file))
     looked = time.monotonic()
     try:
-        await watch.look()
+        await watch.read()
         with Live(auto_refresh=False, screen=False) as live:
             while True:
                 await asyncio.sleep(interval_s)
                 if not names and not urls and time.monotonic() - looked > 5:
                     watch.set(await asyncio.to_thread(_servers, names, urls, key_file))
                     looked = time.monotonic()
-                live.update(_drawn(await watch.look(), live.console.width), refresh=True)
+                live.update(_drawn(await watch.read(), live.console.width), refresh=True)
     finally:
         await watch.close()
 

@@ -182,7 +182,7 @@ class _Live:
             self._watch.set([(name, one.endpoint) for name, one in self._servers.items()])
         if loop_s - self._turn_s >= len(self._servers) * EACH_S - 0.1:
             self._turn_s = loop_s
-            self._lines = await self._watch.look()
+            self._lines = await self._watch.read()
         return self._told()
 
     def _look_seldom(self) -> None:

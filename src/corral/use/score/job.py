@@ -1,9 +1,8 @@
-"""Scoring a file: a kind of work of the batch runner, with its ledger, lock, retries, signals and rule for bad rows.
+"""Scoring a file: the batch runner's ledger, lock, retries and signals, with the rows and the results of `corral
+score`.
 
 A line counts once it is synced, and after any crash the same command continues. Bad rows are refused before anything
 is sent, or go to the error file with their reason (`skip_bad`); rows that turn out to be too long go there, too.
-
-Rows of a file to score, and their results as Parquet.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ from corral.use.batch.input.recipe import Parsed
 from corral.use.batch.input.rows import InputSource, decode_row, open_source, optional
 from corral.use.batch.spec import folder_of
 from corral.use.score.likelihood import ScoreOptions, ScoreRow, read_row
-from corral.use.score.score import Asking, BadRow, Scoring, bad_row, summary
+from corral.use.score.score import BadRow, Scoring, Steps, bad_row, summary
 
 
 @dataclass(frozen=True)
 class ScoreRows:
-    """How rows to score are read, in the place of a batch's recipe."""
+    """How rows to score are read; stands in place of a batch's recipe."""
 
     text_cells: bool = False  # CSV: every value is text
     kind: str = "scores"
@@ -51,11 +50,11 @@ class ScoreRows:
         try:
             return Parsed(self.row(raw, line).id, "", {}, {})
         except DataError as error:
-            remedy = error.remedy.removeprefix("Correct the row.")  # that much is said of all of them
+            remedy = error.remedy.removeprefix("Correct the row.")  # the same for all of them
             raise DataError(f"{error.message} {remedy}".strip()) from None
 
     def row(self, raw: bytes, line: int) -> ScoreRow:
-        """What is to be scored; DataError when that cannot be told."""
+        """The row to score; DataError when it is bad."""
         data = decode_row(raw)
         if self.text_cells and isinstance(data, dict):
             data = {name: _cell(name, value) for name, value in data.items() if value != "" or name == "context"}
@@ -66,8 +65,8 @@ class ScoreRows:
             data = decode_row(raw)
         except DataError:
             return None
-        found = data.get("id") if isinstance(data, dict) else None
-        return str(found) if isinstance(found, (str, int)) and found != "" else None
+        value = data.get("id") if isinstance(data, dict) else None
+        return str(value) if isinstance(value, (str, int)) and value != "" else None
 
 
 def _cell(name: str, value: Any) -> Any:
@@ -78,7 +77,7 @@ def _cell(name: str, value: Any) -> Any:
     try:
         return json.loads(value)
     except (ValueError, TypeError, RecursionError):
-        return value  # refused as what it is
+        return value  # `read_row` refuses it
 
 
 _TOKEN = {"id": "int64", "text": "string", "logprob": "float64", "rank": "int64"}
@@ -104,7 +103,7 @@ SCORE_SCHEMA: dict[str, str] = {
 
 
 def write_parquet(results: Iterator[dict[str, Any]], path: Path, like: Path | None = None) -> None:
-    """Results as one Parquet file, put in place in one step; `like` says who may read it."""
+    """Write results as one Parquet file, put in place in one step, with the mode of `like`."""
     arrow, parquet = optional("pyarrow", "write Parquet"), optional("pyarrow.parquet", "write Parquet")
 
     def plain(columns: dict[str, str]) -> list[Any]:
@@ -133,7 +132,7 @@ OUTPUTS = (".jsonl", ".parquet")
 
 @dataclass(frozen=True)
 class ScoreReport:
-    """How a run ended; `summary` covers all rows, also those of earlier runs."""
+    """The result of a run; `summary` covers all rows, also those of earlier runs."""
 
     state: BatchState
     rows: int
@@ -166,40 +165,40 @@ def score_file(
     signals: bool = True,
 ) -> ScoreReport:
     """Score every row of a file that has no result yet."""
-    folder, given = check_paths(source, output)
-    asked = _identity(model, options)
-    if not force and (conflict := _conflict(folder, asked)):
+    folder, rows_file = check_paths(source, output)
+    identity = _identity(model, options)
+    if not force and (conflict := _conflict(folder, identity)):
         raise conflict
     folder.create()
     with BatchLock(folder.lock, str(output)) as lock:
-        if force and _conflict(folder, asked):
+        if force and _conflict(folder, identity):
             _forget(folder)
         with beating(lock.path):
-            table, rows = _checked(folder, given, asked, skip_bad)
+            table, rows = _checked(folder, rows_file, identity, skip_bad)
         work = ScoreWork(options, table, rows)
-        with whole_assignment(folder, table, lock, listener, first=_bad_rows(folder)) as share:
-            ran = run_assignment(lambda: servers, share, work, settings, listener, signals)
-            failed = sum(1 for record in share.ledger.records() if record.kind == FAILED)
-            found = summary(_results(share.ledger), failed)
+        with whole_assignment(folder, table, lock, listener, first=_bad_rows(folder)) as assignment:
+            ran = run_assignment(lambda: servers, assignment, work, settings, listener, signals)
+            failed = sum(1 for record in assignment.ledger.records() if record.kind == FAILED)
+            totals = summary(_results(assignment.ledger), failed)
         if not folder.has_errors:
             folder.errors.unlink(missing_ok=True)
         if not folder.live and ran.done:
             write_parquet(_in_order(folder.results), output, folder.like(output))
     return ScoreReport(
-        ran.state, ran.rows, ran.before, ran.fine, ran.failed, ran.left, ran.wall_s, found, str(output),
+        ran.state, ran.rows, ran.before, ran.fine, ran.failed, ran.left, ran.wall_s, totals, str(output),
         str(folder.errors), ran.repaired,
     )  # fmt: skip
 
 
 def check_paths(source: Path, output: Path) -> tuple[BatchFolder, InputSource]:
-    """The job's folder and its input, refused where they cannot be meant; nothing is written, nobody is asked."""
+    """The folder and the input, refused where they cannot be used; nothing is written and no server asked."""
     if output.suffix not in OUTPUTS:
         raise UsageError(f"the output {output.name!r} has no known ending.", f"Use {' or '.join(OUTPUTS)}.")
     return folder_of(str(output)), open_source(str(source), None)
 
 
 class ScoreWork:
-    """Rows to the requests that score them, step by step, and their answers to lines."""
+    """Turns rows into the requests that score them, step by step, and replies into lines."""
 
     def __init__(self, options: ScoreOptions, table: Table, rows: ScoreRows) -> None:
         self._scoring, self._table, self._rows = Scoring(options), table, rows
@@ -208,7 +207,7 @@ class ScoreWork:
         steps = self._scoring.steps(self._row(number, raw))
         return RowStep(next(steps), steps)
 
-    def result(self, number: int, context: Asking[Any], replies: Sequence[Any]) -> bytes | RowStep:
+    def result(self, number: int, context: Steps[Any], replies: Sequence[Any]) -> bytes | RowStep:
         try:
             return RowStep(context.send(replies), context)
         except StopIteration as end:
@@ -227,17 +226,17 @@ class ScoreWork:
 
 
 def _identity(model: str, options: ScoreOptions) -> dict[str, Any]:
-    """What must not change between runs of one job."""
+    """The settings that must not change between runs of one output."""
     free = ("concurrency", "memory_gib", "vocabulary")
     return {"model": model, **{k: v for k, v in to_json(options).items() if k not in free}}
 
 
 def _checked(
-    folder: BatchFolder, source: InputSource, asked: dict[str, Any], skip_bad: bool
+    folder: BatchFolder, source: InputSource, identity: dict[str, Any], skip_bad: bool
 ) -> tuple[Table, ScoreRows]:
-    """Read the whole input, compare with what was asked before, write down the job; refused, it leaves nothing."""
+    """Read the whole input, compare with what was identity before, write down the job; refused, it leaves nothing."""
     with folder.nothing_if_refused():
-        if conflict := _conflict(folder, asked):  # another one began since
+        if conflict := _conflict(folder, identity):  # another process began since
             raise conflict
         folder.sweep()
         scanned = scan(source, ScoreRows(text_cells=source.format in ("csv", "tsv")), folder)
@@ -249,11 +248,11 @@ def _checked(
                 "Correct them, or send them to the error file and score the others: --skip-bad.",
             )
         scanned.problems.put_in_place(folder, scanned.table)
-        write_atomic(folder.spec, json.dumps(asked, indent=2) + "\n")
+        write_atomic(folder.spec, json.dumps(identity, indent=2) + "\n")
     return scanned.table, scanned.recipe
 
 
-def _conflict(folder: BatchFolder, asked: dict[str, Any]) -> ConflictError | None:
+def _conflict(folder: BatchFolder, identity: dict[str, Any]) -> ConflictError | None:
     """Why an earlier output cannot be continued; None where it can, or there is none."""
     if not folder.spec.exists():
         if not folder.output.exists():
@@ -267,7 +266,7 @@ def _conflict(folder: BatchFolder, asked: dict[str, Any]) -> ConflictError | Non
         return ConflictError(
             f"{folder.output} belongs to a batch.", "Choose another output, or overwrite it: --force"
         )
-    changed = [f"{k}: {before.get(k)!r} before, {v!r} now" for k, v in asked.items() if before.get(k) != v]
+    changed = [f"{k}: {before.get(k)!r} before, {v!r} now" for k, v in identity.items() if before.get(k) != v]
     if not changed:
         return None
     return ConflictError(
