@@ -28,8 +28,8 @@ from corral.node.row_socket import RowSocket
 from corral.use.batch import serving as front_ends
 from corral.use.batch.core.run import Quiet
 from corral.use.batch.core.runner import Counts
+from corral.use.batch.in_process import FrontEndWatch, InProcessServer, http_advice
 from corral.use.batch.inspect import inspect
-from corral.use.batch.serving import FrontEndWatch, InProcessServer, http_advice
 from tests.unit.conftest import Corral
 from tests.until import until
 

@@ -35,8 +35,9 @@ from corral.use.batch.core.folder import BatchFolder, BatchLock
 from corral.use.batch.core.run import Assignment, BatchState, Listener, Quiet, RunSummary, whole_assignment
 from corral.use.batch.core.runner import Counts, Runner, RunnerSettings
 from corral.use.batch.core.table import RowReader, save_json
+from corral.use.batch.in_process import FrontEndWatch
 from corral.use.batch.input.recipe import Recipe
-from corral.use.batch.serving import FrontEndWatch, Served, served_for
+from corral.use.batch.serving import Served, served_for
 from corral.use.batch.shared import SharedRunner, Sharing
 from corral.use.batch.spec import (
     ROW_ORDERS,

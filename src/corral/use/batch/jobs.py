@@ -41,8 +41,9 @@ from corral.use.batch.core.folder import BatchFolder
 from corral.use.batch.core.ledger import read_ledger
 from corral.use.batch.core.run import Listener
 from corral.use.batch.core.runner import Counts, Runner, RunnerSettings
+from corral.use.batch.in_process import as_used
 from corral.use.batch.parts import runners_of
-from corral.use.batch.serving import Served, as_used, facts_of, started_name
+from corral.use.batch.serving import Served, facts_of, started_name
 from corral.use.batch.shared import Sharing, brief_lock, forget_failed
 from corral.use.batch.spec import BatchServers, BatchSpec, folder_of, load_record, prepare
 

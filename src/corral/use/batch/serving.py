@@ -1,15 +1,8 @@
-"""Who serves the model of a batch: servers that run, or a model that is started for the batch and stopped at its end.
-
-With `--offline`, and where a batch starts the model, rows go to the engine inside its own process, without HTTP
-(`corral.client.row_socket`); ledger, retries, pace and results are the same. The engine must run on the machine of
-the runner: a deployment here, a model that the batch starts here, or the one beside a runner in a scheduler's job.
-Over HTTP, the processor time of the engine's API servers on this machine says whether HTTP was the limit.
-"""
+"""The servers of a batch: running ones, or a model that is started for it and stopped at its end."""
 
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,54 +11,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from corral.base.errors import CorralError, NotFoundError, UsageError
-from corral.base.processes import processor_s
-from corral.client.endpoint import Absence, Endpoint, ModelServer
-from corral.client.row_socket import RowSocketEndpoint, has_row_socket, row_processes
+from corral.client.endpoint import ModelServer
 from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.lifecycle.resolve import DeploymentServer, FleetServer, find_servers, served_by
 from corral.use.batch.core.run import Assignment, Listener, RunSummary, run_assignment
-from corral.use.batch.core.runner import Counts, Runner, RunnerSettings, Work
+from corral.use.batch.core.runner import RunnerSettings, Work
+from corral.use.batch.in_process import InProcessServer, as_used
 from corral.use.batch.input.check import TokenCounter, engine_counter, server_counter
 from corral.use.batch.spec import RAY_DATA, BatchServers, BatchSpec, ModelToStart, load_record
 
 if TYPE_CHECKING:
     from corral.deploy.lifecycle.bringup import DeployDecision
-
-
-class InProcessServer:
-    """A server that gets rows through its sockets; without sockets, over HTTP if `over_http`."""
-
-    def __init__(self, inner: ModelServer, over_http: bool = False) -> None:
-        self.name, self._inner, self._over_http = inner.name, inner, over_http
-        self.seats = inner.seats
-        self._had_sockets = False
-
-    def find(self) -> Endpoint | None:
-        endpoint = self._inner.find()
-        folder = _sockets_of(endpoint) if endpoint else None
-        if endpoint is None or folder is None:
-            return endpoint if self._over_http else None
-        self._had_sockets = True
-        return RowSocketEndpoint(endpoint.base_url, endpoint.model, endpoint.key_file, folder)
-
-    def absence(self) -> Absence:
-        """Why it is away; a ready server that never had a socket here will not get one later."""
-        if self._inner.find() is None or self.find() is not None or self._had_sockets:
-            return self._inner.absence()
-        error = UsageError(
-            f"{self.name} takes no rows in process: its engine does not run on this machine, or an older Corral "
-            "started it.",
-            "Leave out --offline, and rows go over HTTP; or start the model here: --start MODEL.",
-        )
-        return Absence(error.message.rstrip("."), error.remedy, error)
-
-
-def _sockets_of(endpoint: Endpoint) -> str | None:
-    """The folder with the sockets of a deployment, found through its key file; None when no one listens there."""
-    if endpoint.key_file is None:
-        return None
-    folder = str(DeploymentFolder(Path(endpoint.key_file).parent).rank(0).path)
-    return folder if has_row_socket(folder) else None
 
 
 @dataclass(frozen=True)
@@ -145,11 +101,6 @@ def _online(servers: BatchServers, spec: BatchSpec) -> Served:
     return Served.by(lambda: used, facts, tuple(server.name for server in deployments))
 
 
-def as_used(servers: BatchServers, server: ModelServer) -> ModelServer:
-    """A server as this batch uses it: over HTTP, or through its sockets."""
-    return InProcessServer(server) if servers.in_process else server
-
-
 def _known_model(spec: BatchSpec) -> str | None:
     try:
         return load_record(spec.output)[1].model
@@ -166,7 +117,6 @@ def started_name(output: str) -> str:
 @contextlib.contextmanager
 def _started(servers: BatchServers, model: ModelToStart, spec: BatchSpec, reporter: Any) -> Iterator[Served]:
     """Plan the model now, start it when the input has been checked, and stop it at the end, whatever happens."""
-    from corral.deploy.deployment.folder import DeploymentFolder
     from corral.deploy.deployment.state import ENDED
     from corral.deploy.lifecycle import bringup, deployments
     from corral.deploy.lifecycle.watching import wait_ready
@@ -212,52 +162,3 @@ def _tokenizer_here(decision: DeployDecision) -> TokenCounter | None:
     model = model_store.already_here(decision.source)
     engine = engines.find(decision.flavour)
     return engine_counter(engine.python, model) if model and engine else None
-
-
-BUSY = 0.8  # of one core, on average over the processes
-LEAST_S = 5.0
-
-
-def http_advice(busy: float, processes: int) -> str:
-    """Advice for API servers that are this busy; empty where they are not the limit."""
-    if busy < BUSY:
-        return ""
-    who = "API server was" if processes == 1 else f"{processes} API servers were"
-    return f"the engine's {who} busy {busy:.0%} of the time: --offline hands rows over without HTTP"
-
-
-class FrontEndWatch:
-    """A listener that also measures how busy the API servers of deployments were from the first tick to the end."""
-
-    def __init__(self, inner: Listener, names: Sequence[str]) -> None:
-        self._inner, self._folders = inner, [str(DeploymentFolder.of(name).rank(0).path) for name in names]
-        self._began: dict[int, float] = {}
-        self._began_s = 0.0
-
-    def note(self, kind: str, text: str) -> None:
-        self._inner.note(kind, text)
-
-    def tick(self, counts: Counts, runner: Runner) -> None:
-        if not self._began_s:
-            self._begin([lane.client.endpoint for lane in runner.lanes if lane.up and lane.client])
-        self._inner.tick(counts, runner)
-
-    def _begin(self, used: Sequence[Endpoint]) -> None:
-        """Read the first figures once a server is used; where rows go in process, there is nothing to watch."""
-        if used:
-            in_process = any(isinstance(one, RowSocketEndpoint) for one in used)
-            self._began, self._began_s = {} if in_process else self._read(), time.monotonic()
-
-    def advice(self) -> str:
-        """The advice that the time since the beginning gives."""
-        took_s = time.monotonic() - self._began_s
-        now = self._read() if self._began and took_s >= LEAST_S else {}
-        spent = [now[pid] - before for pid, before in self._began.items() if pid in now]
-        return http_advice(sum(spent) / took_s / len(spent), len(spent)) if spent else ""
-
-    def _read(self) -> dict[int, float]:
-        seconds = {}
-        for pid in (pid for folder in self._folders for pid in row_processes(folder)):
-            with contextlib.suppress(OSError):  # it has ended
-                seconds[pid] = processor_s(pid)
-        return seconds
