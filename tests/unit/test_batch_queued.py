@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from corral.base.errors import LaunchError, UnreachableError
+from corral.base.record import load_json
+from corral.deploy.lifecycle import deployments
 from corral.deploy.slurm import commands
 from corral.deploy.slurm.commands import SlurmJob
 from corral.deploy.slurm.options import SlurmOptions
@@ -17,7 +19,7 @@ from corral.deploy.targets.slurm import SlurmTarget
 from corral.fake.app import FakeOptions
 from corral.fake.server import FakeServer
 from corral.lab.report.batch import print_status, wait_for_jobs
-from corral.use.batch import jobs as in_job
+from corral.use.batch import jobs
 from corral.use.batch.batch import BatchResult, run_batch, saved_spec
 from corral.use.batch.core.folder import BatchFolder
 from corral.use.batch.core.run import BatchState, Quiet, RunSummary
@@ -86,7 +88,9 @@ class Handed(SlurmTarget):
 def target(monkeypatch: pytest.MonkeyPatch) -> Handed:
     made = Handed(SlurmOptions())
     monkeypatch.setattr("corral.deploy.lifecycle.deployments.target_of", lambda _: made)
-    monkeypatch.setattr(in_job, "load_json", lambda kind, path: None)
+    monkeypatch.setattr(
+        jobs, "load_json", lambda kind, path: None if kind is deployments.Record else load_json(kind, path)
+    )
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     return made
 
@@ -96,13 +100,13 @@ def test_a_job_is_handed_on_as_often_as_allowed_and_only_when_it_helps(output: P
     folder = BatchFolder(output)
     add_job(folder, "7", "d", target)
     add_job(folder, "3", "another", target)
-    none = in_job._queue_again(str(output), own, result(0, output))
+    none = jobs._queue_again(str(output), own, result(0, output))
     assert not none.next_job
     assert "finished no row in its time" in none.text
-    done = in_job._queue_again(str(output), own, result(3, output))
+    done = jobs._queue_again(str(output), own, result(3, output))
     assert (done.next_job, target.after) == ("8", ["7"])
     assert [job.id for job in jobs_of(folder, "d")] == ["7", "8"]
-    last = in_job._queue_again(str(output), own, result(3, output))
+    last = jobs._queue_again(str(output), own, result(3, output))
     assert not last.next_job
     assert "corral batch resume" in last.text
 

@@ -25,7 +25,7 @@ from corral.deploy.deployment.folder import DeploymentFolder
 from corral.engines import environments as engines
 from corral.node.guard import Guard
 from corral.node.row_socket import RowSocket
-from corral.use.batch import serving as front_ends
+from corral.use.batch import in_process as front_ends
 from corral.use.batch.core.run import Quiet
 from corral.use.batch.core.runner import Counts
 from corral.use.batch.in_process import FrontEndWatch, InProcessServer, http_advice

@@ -337,17 +337,15 @@ def batch(
         ModelToStart(start, context) if start else None,
         offline,
     )
-    settings = RunnerSettings(concurrency=concurrency)
-    return _outside_event_loop(
-        lambda signals: run_batch(spec, servers, settings, Quiet(), reporter=Lines(quiet), signals=signals)
-    )
+    run = partial(run_batch, spec, servers, RunnerSettings(concurrency=concurrency), Quiet(), reporter=Lines(quiet))
+    return _off_loop(run)
 
 
-def _outside_event_loop(work: Callable[[bool], BatchResult]) -> BatchResult:
+def _off_loop(run: Callable[..., BatchResult]) -> BatchResult:
     """Run in this thread, where Ctrl-C stops a batch; beside a running event loop (a notebook), in another one."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return work(threading.current_thread() is threading.main_thread())
+        return run(signals=threading.current_thread() is threading.main_thread())
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(work, False).result()
+        return thread.submit(run, signals=False).result()
