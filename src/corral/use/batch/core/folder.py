@@ -227,7 +227,7 @@ class BatchLock(FileLock):
         if holder != own_identity():
             who = f"process {holder.pid} on {holder.host}" if holder else "a process that has ended since"
             raise ConflictError(
-                f"{self._what} was taken over by {who} while this process gave no sign of life.",
+                f"{self._what} was taken over by {who} while this process was silent.",
                 "Nothing was written since. Leave it to that process, or run the same command later.",
             )
 
