@@ -46,8 +46,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app, "MARGIN_BYTES", 0)
-    monkeypatch.setattr(workers, "AGAIN_S", 0.05)
-    monkeypatch.setattr(workers, "LOOK_S", 0.05)
+    monkeypatch.setattr(workers, "RETRY_S", 0.05)
+    monkeypatch.setattr(workers, "SUPERVISE_S", 0.05)
 
 
 def fill(place: Path) -> Path:
