@@ -34,10 +34,10 @@ from corral.plan.hardware.fabric import choose_fabric
 from corral.plan.hardware.inventory import GIB
 from corral.plan.hardware.survey import Disk, GpuFacts, GpuProcess, Interface, NodeFacts
 from corral.plan.measured import Difference, Differences
-from corral.use.batch.batch import Result
+from corral.use.batch.batch import BatchResult
 from corral.use.batch.core.run import BatchState, RunSummary
 from corral.use.batch.inspect import BatchStatus, Blocks
-from corral.use.batch.jobs.submit import QueuedState
+from corral.use.batch.jobs import QueuedState
 from corral.use.llm.token_view import TokenView
 
 FOLDER = Path("/home/mia/.local/share/corral/bench/20260916-101500-concurrency-16")
@@ -242,7 +242,7 @@ def batch_summary(columns: int | None) -> Iterator[str]:
                       98_112_441, 7, 0, 0, 0, {"length": 9, "refused": 3})  # fmt: skip
     cut = dataclasses.replace(done, state=BatchState.STOPPED, fine=123_456, left=636_532, errors={})
     for summary in (done, cut):
-        result = Result(summary, RUNNING.output, RUNNING.errors, RUNNING.model, 8, 9.582, 23.96)
+        result = BatchResult(summary, RUNNING.output, RUNNING.errors, RUNNING.model, 8, 9.582, 23.96)
         yield from ("", *summary_lines(result, columns))
 
 

@@ -18,17 +18,16 @@ import pytest
 from corral.base.errors import DataError
 from corral.fake.app import FakeOptions
 from corral.fake.server import FakeServer
-from corral.use.batch.batch import carry_out
+from corral.use.batch.batch import run_batch
 from corral.use.batch.core.folder import BatchFolder, PartFolder
 from corral.use.batch.core.ledger import Ledger, LedgerEntry
 from corral.use.batch.core.records import FINE, RECORD_BYTES
 from corral.use.batch.core.run import Quiet, RunSummary
 from corral.use.batch.core.runner import RunnerSettings
 from corral.use.batch.core.table import Table, hash64
-from corral.use.batch.input.formats import DEEPEST_ROW
 from corral.use.batch.input.recipe import Recipe
-from corral.use.batch.serving import BatchServers
-from corral.use.batch.spec import BatchOrder
+from corral.use.batch.input.rows import DEEPEST_ROW
+from corral.use.batch.spec import BatchServers, BatchSpec
 from tests.testbed import NOT_ROOT
 
 QUICK = RunnerSettings(backoff_s=0.01, longest_backoff_s=0.05, drain_s=1.0)
@@ -55,8 +54,8 @@ def rows_in(place: Path, count: int) -> Path:
 
 
 def batch(server: FakeServer, source: Path, output: Path, **more: Any) -> RunSummary:
-    order = BatchOrder(input=str(source), output=str(output), **more)
-    return carry_out(order, BatchServers(urls=(server.url,)), QUICK, Quiet(), signals=False).summary
+    order = BatchSpec(input=str(source), output=str(output), **more)
+    return run_batch(order, BatchServers(urls=(server.url,)), QUICK, Quiet(), signals=False).summary
 
 
 def mode(path: Path) -> int:

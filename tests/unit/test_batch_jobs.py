@@ -23,8 +23,8 @@ from corral.use.batch.core.ledger import Ledger, LedgerEntry
 from corral.use.batch.core.records import FAILED, FINE
 from corral.use.batch.core.table import Table
 from corral.use.batch.inspect import inspect
-from corral.use.batch.jobs.submit import QueuedState
-from corral.use.batch.sharing.parts import (
+from corral.use.batch.jobs import QueuedState
+from corral.use.batch.parts import (
     BlockFeed,
     Division,
     Others,
@@ -131,7 +131,7 @@ def test_a_runner_elsewhere_that_is_silent_is_told_as_such(tmp_path: Path, monke
     elsewhere(lock, 60)
     standing = inspect(str(output))
     assert standing.state == "running"
-    assert "process 77 on n2 has not been heard of for 6" in standing.reason
+    assert "process 77 on n2 has been silent for 6" in standing.reason
     elsewhere(lock, 300)
     assert "process 77 on n2, is gone" in inspect(str(output)).reason
     over = QueuedState("41", "d", JobState.FAILED, "job 41 failed", "", True, False, Reason.JOB_FAILED)
@@ -211,12 +211,12 @@ def test_a_runner_from_a_lost_host_is_replaced_after_its_silence(tmp_path: Path)
     assert runners_of(folder) == [elsewhere]
     commit(lost, table, range(16))
     member, feed, _ = joined(folder, table)
-    assert [feed.take() for _ in range(33)] == [*range(32, 64), None]
+    assert [feed.next_row() for _ in range(33)] == [*range(32, 64), None]
     old = time.time() - 1000
     os.utime(lost.part.holder, (old, old))  # one file: all its claims grow old with it
     assert runners_of(folder) == [member_identity(member)]
     feed._not_before = 0.0
-    assert [feed.take() for _ in range(17)] == [*range(16, 32), None]  # what it has written counts
+    assert [feed.next_row() for _ in range(17)] == [*range(16, 32), None]  # what it has written counts
     assert member.claims == {1, 2, 3}
     lost.leave()  # it comes back: what is not its own any more stays
     assert claim_path(folder, 1).exists()
@@ -251,7 +251,7 @@ def test_one_who_is_gathered_away_notices(tmp_path: Path) -> None:
     member, feed, _ = joined(folder, table)
     for path in (folder.parts, folder.blocks):
         subprocess.run(["rm", "-r", str(path)], check=True)
-    assert feed.take() is None
+    assert feed.next_row() is None
     assert member.lost
     member.leave()
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from corral.base.home import batches_dir
-from corral.use.batch.spec import known_outputs, note_output
+from corral.use.batch.core.folder import known_outputs, note_output
 
 
 def begun(output: Path) -> Path:

@@ -20,10 +20,9 @@ from corral.base.errors import ConflictError, DataError
 from corral.base.lock import SILENT_S, holder_of, lock_holder
 from corral.base.processes import own_identity
 from corral.use.batch.core.folder import BatchFolder, BatchLock
-from corral.use.batch.core.ledger import Ledger, LedgerEntry, read_ledger
+from corral.use.batch.core.ledger import Ledger, LedgerEntry, WriteBuffer, read_ledger
 from corral.use.batch.core.records import FAILED, FINE
 from corral.use.batch.core.table import Table, hash64
-from corral.use.batch.core.write_buffer import WriteBuffer
 
 
 def table_of(count: int, change: int = -1, order: list[int] | None = None) -> Table:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from corral.cli.batch import _target_fields
-from corral.use.batch.serving import ModelToStart
+from corral.use.batch.spec import ModelToStart
 
 PROFILE = '[hardware]\ngpus = "1xH100"\n[defaults]\nmodel = "llama-3.1-8b"\n%s\n'
 

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from corral.base.errors import LaunchError, UnreachableError
+from corral.base.record import load_json
+from corral.deploy.lifecycle import deployments
 from corral.deploy.slurm import commands
 from corral.deploy.slurm.commands import SlurmJob
 from corral.deploy.slurm.options import SlurmOptions
@@ -17,18 +19,16 @@ from corral.deploy.targets.slurm import SlurmTarget
 from corral.fake.app import FakeOptions
 from corral.fake.server import FakeServer
 from corral.lab.report.batch import print_status, wait_for_jobs
-from corral.use.batch.batch import Result, again, carry_out
+from corral.use.batch import jobs
+from corral.use.batch.batch import BatchResult, run_batch, saved_spec
 from corral.use.batch.core.folder import BatchFolder
 from corral.use.batch.core.run import BatchState, Quiet, RunSummary
 from corral.use.batch.core.runner import RunnerSettings
 from corral.use.batch.inspect import inspect
-from corral.use.batch.jobs import in_job
-from corral.use.batch.jobs.in_job import InJob
-from corral.use.batch.jobs.submit import add_job, cancel_hopeless, is_queued, jobs_of
-from corral.use.batch.serving import BatchServers, ModelToStart
-from corral.use.batch.sharing.parts import Participant, bury, claim_path, runners_of
-from corral.use.batch.sharing.shared import Sharing
-from corral.use.batch.spec import BatchOrder, load_record
+from corral.use.batch.jobs import OwnDeployment, add_job, cancel_hopeless, is_queued, jobs_of
+from corral.use.batch.parts import Participant, claim_path, remove_claims, runners_of
+from corral.use.batch.shared import Sharing
+from corral.use.batch.spec import BatchServers, BatchSpec, ModelToStart, load_record
 from tests.unit.conftest import Corral, Shellcheck
 
 RUNNER = ("env", "CORRAL_HOME=/sh are/corral", "python", "-m", "corral", "batch", "in-job", "/sh are/it's out.jsonl")
@@ -56,13 +56,13 @@ def output(tmp_path: Path) -> Path:
     rows, output = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
     rows.write_text("".join(json.dumps({"id": n, "prompt": "x"}) + "\n" for n in range(5)))
     more = {"target": "slurm", "target_options": {"partition": "gpu", "time": "1:00:00"}}
-    offline = ModelToStart("m", more=more)
+    start_model = {"model": "m", "more": more}  # as earlier versions wrote it
     with FakeServer(FakeOptions(model="m", answer_tokens=(1, 2))) as server:
-        order = BatchOrder(input=str(rows), output=str(output))
-        carry_out(order, BatchServers(urls=(server.url,)), RunnerSettings(), Quiet(), signals=False)
-    kept = BatchFolder(output).job
+        order = BatchSpec(input=str(rows), output=str(output))
+        run_batch(order, BatchServers(urls=(server.url,)), RunnerSettings(), Quiet(), signals=False)
+    kept = BatchFolder(output).spec
     body = json.loads(kept.read_text())
-    kept.write_text(json.dumps({**body, "urls": [], "offline": offline.to_json()}))
+    kept.write_text(json.dumps({**body, "urls": [], "offline": start_model}))
     return output
 
 
@@ -70,8 +70,8 @@ def summary(fine: int, state: BatchState = BatchState.STOPPED) -> RunSummary:
     return RunSummary(state, 5, 0, fine, 0, 5 - fine, 1.0, 0, 0, 0, 0, 0, 0, 0)
 
 
-def result(fine: int, output: Path) -> Result:
-    return Result(summary(fine), str(output), None, "m")
+def result(fine: int, output: Path) -> BatchResult:
+    return BatchResult(summary(fine), str(output), None, "m")
 
 
 class Handed(SlurmTarget):
@@ -88,40 +88,43 @@ class Handed(SlurmTarget):
 def target(monkeypatch: pytest.MonkeyPatch) -> Handed:
     made = Handed(SlurmOptions())
     monkeypatch.setattr("corral.deploy.lifecycle.deployments.target_of", lambda _: made)
-    monkeypatch.setattr(in_job, "load_json", lambda kind, path: None)
+    monkeypatch.setattr(
+        jobs, "load_json", lambda kind, path: None if kind is deployments.Record else load_json(kind, path)
+    )
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     return made
 
 
 def test_a_job_is_handed_on_as_often_as_allowed_and_only_when_it_helps(output: Path, target: Handed) -> None:
-    here = InJob("d", max_jobs=2)
+    own = OwnDeployment("d", max_jobs=2)
     folder = BatchFolder(output)
     add_job(folder, "7", "d", target)
     add_job(folder, "3", "another", target)
-    none = in_job._hand_on(str(output), here, result(0, output))
+    none = jobs._queue_again(str(output), own, result(0, output))
     assert not none.next_job
     assert "finished no row in its time" in none.text
-    done = in_job._hand_on(str(output), here, result(3, output))
+    done = jobs._queue_again(str(output), own, result(3, output))
     assert (done.next_job, target.after) == ("8", ["7"])
     assert [job.id for job in jobs_of(folder, "d")] == ["7", "8"]
-    last = in_job._hand_on(str(output), here, result(3, output))
+    last = jobs._queue_again(str(output), own, result(3, output))
     assert not last.next_job
     assert "corral batch resume" in last.text
 
 
 def test_where_it_runs_is_kept_and_found_again(output: Path) -> None:
-    _, where = again(str(output))
-    assert where.offline is not None
-    assert is_queued(where)
-    request = where.offline.request("x", target_options={"time": "2:00:00"})
+    _, servers = saved_spec(str(output))
+    assert servers.start_model == ModelToStart(
+        "m", more=dict(servers.start_model.more if servers.start_model else {})
+    )
+    assert is_queued(servers)
+    request = servers.start_model.request("x", target_options={"time": "2:00:00"})
     assert (request.target, request.model, request.target_options, request.patience.restarts) == (
         "slurm",
         "m",
         {"time": "2:00:00"},
         3,
     )
-    assert not is_queued(BatchServers(offline=ModelToStart("m")))
-    assert "more" not in ModelToStart("m").to_json()  # as before there were other places
+    assert not is_queued(BatchServers(start_model=ModelToStart("m")))
 
 
 def test_status_shows_jobs_and_never_calls_unknown_failed(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,7 +192,7 @@ def test_the_next_life_takes_over_at_once(tmp_path: Path) -> None:
     lost.part.holder.write_text(json.dumps(elsewhere))
     assert lost.claim(0)
     assert other.claim(1)
-    bury(lost.part)
+    remove_claims(lost.part)
     assert not claim_path(folder, 0).exists()
     assert claim_path(folder, 1).exists()
     assert len(runners_of(folder)) == 1

@@ -15,12 +15,12 @@ import pytest
 from corral.base.errors import EngineError, UsageError
 from corral.cli import main
 from corral.plan.hardware.inventory import common_cpu, parse_cpuinfo
-from corral.use.batch.batch import Result, again, carry_out
+from corral.use.batch.batch import BatchResult, run_batch, saved_spec
 from corral.use.batch.core.run import Quiet
 from corral.use.batch.core.runner import RunnerSettings
 from corral.use.batch.input.recipe import Recipe
 from corral.use.batch.inspect import inspect
-from corral.use.batch.raydata.engine import (
+from corral.use.batch.ray_engine import (
     AnswerEngine,
     EngineDiedError,
     RayAnswer,
@@ -29,9 +29,9 @@ from corral.use.batch.raydata.engine import (
     read_answer,
     why_died,
 )
-from corral.use.batch.raydata.run import run_on_engine
-from corral.use.batch.serving import BatchServers, ModelToStart, Served
-from corral.use.batch.spec import BatchOrder, folder_of
+from corral.use.batch.ray_run import run_on_engine
+from corral.use.batch.serving import Served
+from corral.use.batch.spec import BatchServers, BatchSpec, ModelToStart, folder_of
 
 MODEL = ModelToStart("model", engine="ray-data")
 
@@ -57,22 +57,22 @@ class Brittle:
 
 
 def run_on_ray(
-    order: BatchOrder, offline: ModelToStart, listener: Quiet, engine: AnswerEngine | None = None
-) -> Result:
+    order: BatchSpec, offline: ModelToStart, listener: Quiet, engine: AnswerEngine | None = None
+) -> BatchResult:
     @contextlib.contextmanager
     def serve() -> Iterator[Served]:
         assert engine is not None
         yield Served({"model": offline.model}, partial(run_on_engine, lambda _: engine, offline.model))
 
-    return carry_out(
-        order, BatchServers(offline=offline), RunnerSettings(), listener, serve=serve if engine else None
+    return run_batch(
+        order, BatchServers(start_model=offline), RunnerSettings(), listener, serve=serve if engine else None
     )
 
 
-def order(tmp_path: Path, prompts: list[str], **more: object) -> BatchOrder:
+def order(tmp_path: Path, prompts: list[str], **more: object) -> BatchSpec:
     path = tmp_path / "in.jsonl"
     path.write_text("".join(json.dumps({"id": n, "prompt": prompt}) + "\n" for n, prompt in enumerate(prompts)))
-    return BatchOrder(str(path), str(tmp_path / "o.jsonl"), **more)  # type: ignore[arg-type]
+    return BatchSpec(str(path), str(tmp_path / "o.jsonl"), **more)  # type: ignore[arg-type]
 
 
 def test_one_bad_row_costs_one_row(tmp_path: Path) -> None:
@@ -86,8 +86,8 @@ def test_one_bad_row_costs_one_row(tmp_path: Path) -> None:
     assert all(line["response"] == f"re p{line['id']}" for line in lines)
     errors = [json.loads(line) for line in (tmp_path / "o.errors.jsonl").read_text().splitlines()]
     assert {error["custom_id"] for error in errors} == {"5", "17", "30"}
-    again = run_on_ray(order(tmp_path, prompts), MODEL, Quiet(), engine=Brittle())
-    assert again.summary.before == 40
+    saved_spec = run_on_ray(order(tmp_path, prompts), MODEL, Quiet(), engine=Brittle())
+    assert saved_spec.summary.before == 40
 
 
 def test_a_pass_that_dies_loses_nothing_that_was_answered(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_openai_rows_and_chat(tmp_path: Path) -> None:
     body = {"messages": [{"role": "user", "content": "hi"}], "max_completion_tokens": 4, "stop": "x"}
     row = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
     (tmp_path / "in.jsonl").write_text(json.dumps(row) + "\n")
-    run_on_ray(BatchOrder(str(tmp_path / "in.jsonl"), str(tmp_path / "o.jsonl")), MODEL, Quiet(), engine=Brittle())
+    run_on_ray(BatchSpec(str(tmp_path / "in.jsonl"), str(tmp_path / "o.jsonl")), MODEL, Quiet(), engine=Brittle())
     line = json.loads((tmp_path / "o.jsonl").read_text())
     assert line["response"]["body"]["choices"][0]["message"]["content"] == "re hi"
     assert line["response"]["body"]["usage"]["total_tokens"] == 5
@@ -127,7 +127,7 @@ def test_without_ray_it_says_what_to_do(tmp_path: Path) -> None:
 def test_resume_finds_the_engine_again(tmp_path: Path) -> None:
     model = ModelToStart("model", 512, ("eager=true",), engine="ray-data")
     run_on_ray(order(tmp_path, ["p"]), model, Quiet(), engine=Brittle())
-    assert again(str(tmp_path / "o.jsonl"))[1].offline == model
+    assert saved_spec(str(tmp_path / "o.jsonl"))[1].start_model == model
 
 
 def test_what_is_set_reaches_the_engine() -> None:
@@ -224,7 +224,7 @@ def test_single_rows_of_many_kinds_end_on_a_dead_engine(tmp_path: Path) -> None:
     names = ("top_k", "seed", "min_p", "top_p", "presence_penalty")
     path.write_text("".join(json.dumps({"id": name, "prompt": "p", name: 1}) + "\n" for name in names))
     with pytest.raises(EngineError, match="3 times in a row"):
-        run_on_ray(BatchOrder(str(path), str(tmp_path / "o.jsonl")), MODEL, Quiet(), engine=dead)
+        run_on_ray(BatchSpec(str(path), str(tmp_path / "o.jsonl")), MODEL, Quiet(), engine=dead)
     assert dead.passes == 3
 
 
@@ -254,9 +254,9 @@ def test_a_poisonous_first_row_is_not_taken_for_a_dead_engine(tmp_path: Path) ->
 def test_failed_rows_are_tried_again_on_request(tmp_path: Path) -> None:
     asked = order(tmp_path, ["p", "bad"])
     assert run_on_ray(asked, MODEL, Quiet(), engine=Brittle()).summary.failed == 1
-    again = Brittle()
-    run_on_ray(replace(asked, retry_failed=True), MODEL, Quiet(), engine=again)
-    assert again.passes == [1]
+    saved_spec = Brittle()
+    run_on_ray(replace(asked, retry_failed=True), MODEL, Quiet(), engine=saved_spec)
+    assert saved_spec.passes == [1]
 
 
 def test_cancel_stops_it_and_status_knows(tmp_path: Path) -> None:

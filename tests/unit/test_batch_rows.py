@@ -24,7 +24,7 @@ from corral.use.batch.input.check import read_problems, scan
 from corral.use.batch.input.recipe import OPENAI, PLAIN, Recipe
 from corral.use.batch.input.rows import open_source
 from corral.use.batch.inspect import check_input
-from corral.use.score.row_files import ScoreRows
+from corral.use.score.job import ScoreRows
 
 
 def prompts(path: Path, tmp_path: Path, **recipe: Any) -> list[str]:

@@ -37,17 +37,15 @@ from corral.client.reply import Reply
 from corral.fake.app import FakeOptions
 from corral.fake.pace import Pace as FakePace
 from corral.fake.server import FakeServer
-from corral.use.batch.batch import again, carry_out
+from corral.use.batch.batch import run_batch, saved_spec
 from corral.use.batch.core.folder import BatchFolder, BatchLock
-from corral.use.batch.core.lanes import Verdict, judge
-from corral.use.batch.core.pace import LanePace
-from corral.use.batch.core.run import Quiet, RunSummary, run_job
-from corral.use.batch.core.runner import Counts, RowAsk, RowRequest, Runner, RunnerSettings
+from corral.use.batch.core.lanes import LanePace, Verdict, judge
+from corral.use.batch.core.run import Quiet, RunSummary, run_assignment, whole_assignment
+from corral.use.batch.core.runner import Counts, RowRequest, RowStep, Runner, RunnerSettings
 from corral.use.batch.core.table import Table, hash64
 from corral.use.batch.input.recipe import Recipe
 from corral.use.batch.inspect import ask_to_stop, inspect
-from corral.use.batch.serving import BatchServers
-from corral.use.batch.spec import BatchOrder
+from corral.use.batch.spec import BatchServers, BatchSpec
 from tests.until import until
 
 QUICK = RunnerSettings(backoff_s=0.01, longest_backoff_s=0.05, drain_s=1.0)
@@ -70,13 +68,13 @@ class Work:
         lines = [json.dumps({"id": f"r{n}", "prompt": f"Row {n}", **more}) for n in range(count)]
         self.input.write_text("\n".join(lines) + "\n")
 
-    def order(self, **more: Any) -> BatchOrder:
-        return BatchOrder(**{"input": str(self.input), "output": str(self.output), **more})
+    def order(self, **more: Any) -> BatchSpec:
+        return BatchSpec(**{"input": str(self.input), "output": str(self.output), **more})
 
     def run(self, settings: RunnerSettings = QUICK, **more: Any) -> RunSummary:
         where = more.pop("where", BatchServers(urls=(self.server.url,)))
         row_order = more.pop("row_order", "input")
-        return carry_out(self.order(**more), where, settings, Quiet(), row_order=row_order, signals=False).summary
+        return run_batch(self.order(**more), where, settings, Quiet(), row_order=row_order, signals=False).summary
 
     def lines(self, path: Path | None = None) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (path or self.output).read_text().splitlines()]
@@ -209,9 +207,9 @@ class Plain:
     def __init__(self, parts: int = 1) -> None:
         self._parts = parts
 
-    def ask(self, number: int, raw: bytes) -> RowAsk:
+    def first_step(self, number: int, raw: bytes) -> RowStep:
         body = {"prompt": raw.decode(), "max_tokens": 2}
-        return RowAsk([RowRequest("/v1/completions", {**body, "seed": part}) for part in range(self._parts)], raw)
+        return RowStep([RowRequest("/v1/completions", {**body, "seed": part}) for part in range(self._parts)], raw)
 
     def result(self, number: int, context: Any, replies: Any) -> bytes:
         assert all(isinstance(reply, Reply) for reply in replies)
@@ -240,8 +238,9 @@ def core(
             offset += file.write(raw)
     folder = BatchFolder(place / "core.jsonl")
     folder.create()
-    with BatchLock(folder.lock, "core") as lock:
-        return run_job(folder, table, work, servers, settings, lock=lock, listener=listener, signals=False)
+    listener = listener or Quiet()
+    with BatchLock(folder.lock, "core") as lock, whole_assignment(folder, table, lock, listener) as rows:
+        return run_assignment(lambda: servers, rows, work, settings, listener, signals=False)
 
 
 def test_an_endpoint_that_moves_is_found_again(tmp_path: Path, server: FakeServer) -> None:
@@ -352,7 +351,7 @@ def test_a_runner_whose_job_was_taken_over_writes_nothing_more(work: Work) -> No
                 stolen.append(True)
 
     with pytest.raises(ConflictError, match="taken over by process 1 on elsewhere"):
-        carry_out(work.order(), BatchServers(urls=(work.server.url,)), QUICK, Thief(), signals=False)
+        run_batch(work.order(), BatchServers(urls=(work.server.url,)), QUICK, Thief(), signals=False)
     assert 0 < len(work.lines()) < 200
     assert folder.lock.exists()  # it is the other's
 
@@ -372,14 +371,14 @@ class Rounds(Plain):
         super().__init__()
         self._weight = weight
 
-    def ask(self, number: int, raw: bytes) -> RowAsk:
-        return RowAsk([RowRequest("/tokenize", {"prompt": raw.decode()}, page=True)], raw)
+    def first_step(self, number: int, raw: bytes) -> RowStep:
+        return RowStep([RowRequest("/tokenize", {"prompt": raw.decode()}, page=True)], raw)
 
     def result(self, number: int, context: Any, replies: Any) -> Any:
         if isinstance(replies[0], Reply):
             return super().result(number, context, replies)
         tokens = replies[0].json()["tokens"]
-        return RowAsk([RowRequest("/v1/completions", {"prompt": tokens, "max_tokens": 2}, self._weight)], context)
+        return RowStep([RowRequest("/v1/completions", {"prompt": tokens, "max_tokens": 2}, self._weight)], context)
 
 
 def test_a_row_may_ask_again_after_its_answers(tmp_path: Path, server: FakeServer) -> None:
@@ -522,9 +521,9 @@ def test_a_server_that_falls_silent_is_waited_for(tmp_path: Path) -> None:
 
         listener = Listener(lambda: server.send_signal(signal.SIGSTOP))
         (tmp_path / "in.jsonl").write_text("".join(f'{{"prompt": "Row {n}"}}\n' for n in range(400)))
-        order = BatchOrder(str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"))
+        order = BatchSpec(str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"))
         settings = replace(QUICK, concurrency=20, hang_s=0.5)
-        summary = carry_out(order, BatchServers(urls=(url,)), settings, listener, signals=False).summary
+        summary = run_batch(order, BatchServers(urls=(url,)), settings, listener, signals=False).summary
         assert (summary.fine, summary.losses) == (400, 1)
         assert "answered nothing" in " ".join(listener.texts)
         server.communicate("")
@@ -534,11 +533,11 @@ def test_answers_that_will_be_cut_short_are_told_before(work: Work) -> None:
     row = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Say something long"}}
     work.input.write_text(json.dumps(row) + "\n")
     told = Recorded()
-    carry_out(work.order(), BatchServers(urls=(work.server.url,)), QUICK, told, signals=False)
+    run_batch(work.order(), BatchServers(urls=(work.server.url,)), QUICK, told, signals=False)
     assert any("after 16 tokens" in text for text in told.texts)
     work.rows(2)
     told = Recorded()
-    carry_out(
+    run_batch(
         work.order(output=str(work.place / "b.jsonl")),
         BatchServers(urls=(work.server.url,)),
         QUICK,
@@ -604,7 +603,7 @@ def test_stopping_and_resuming_by_name(work: Work) -> None:
             if counts.fine > 20 and not runner.stopped:
                 ask_to_stop(str(work.output))
 
-    summary = carry_out(
+    summary = run_batch(
         work.order(), BatchServers(urls=(work.server.url,)), replace(QUICK, concurrency=8), Stop(), signals=False
     ).summary
     assert summary.state == "cancelled"
@@ -612,8 +611,8 @@ def test_stopping_and_resuming_by_name(work: Work) -> None:
     standing = inspect(str(work.output))
     assert (standing.state, standing.fine, standing.holder) == ("cancelled", summary.fine, None)
     work.server.set_pace(FakePace())
-    order, where = again(str(work.output))
-    assert carry_out(order, where, QUICK, Quiet(), signals=False).summary.before == summary.fine
+    order, where = saved_spec(str(work.output))
+    assert run_batch(order, where, QUICK, Quiet(), signals=False).summary.before == summary.fine
     assert inspect(str(work.output)).state == "done"
 
 
@@ -633,15 +632,15 @@ def test_what_came_through_stdin_is_resumed_as_it_was_read(
     work.server.set_faults("status:code=400,match=7")
     assert work.run(input="-", input_format=format_).failed
     work.server.set_faults()
-    record = BatchFolder(work.output).job.read_bytes()
+    record = BatchFolder(work.output).spec.read_bytes()
     monkeypatch.setattr(sys, "stdin", None)  # resume may be called anywhere
-    order, where = again(str(work.output))
-    summary = carry_out(replace(order, retry_failed=True), where, QUICK, Quiet(), signals=False).summary
+    order, where = saved_spec(str(work.output))
+    summary = run_batch(replace(order, retry_failed=True), where, QUICK, Quiet(), signals=False).summary
     assert (summary.state, summary.before + summary.fine, summary.failed) == ("done", 40, 0)
-    assert BatchFolder(work.output).job.read_bytes() == record
+    assert BatchFolder(work.output).spec.read_bytes() == record
     BatchFolder(work.output).index.unlink()
     with pytest.raises(DataError, match=r"not in .* as they were kept"):
-        carry_out(order, where, QUICK, Quiet(), signals=False)
+        run_batch(order, where, QUICK, Quiet(), signals=False)
 
 
 @pytest.mark.parametrize("moved", [False, True])
@@ -657,8 +656,8 @@ def test_a_job_with_a_spool_is_resumed_from_anywhere(
     assert work.run(input=str(source), output="sub/o.jsonl").failed
     work.server.set_faults()
     monkeypatch.chdir(place.rename(work.place / "other") if moved else place)
-    order, where = again("o.jsonl")
-    summary = carry_out(replace(order, retry_failed=True), where, QUICK, Quiet(), signals=False).summary
+    order, where = saved_spec("o.jsonl")
+    summary = run_batch(replace(order, retry_failed=True), where, QUICK, Quiet(), signals=False).summary
     assert (summary.state, summary.before + summary.fine, summary.failed) == ("done", 40, 0)
 
 
@@ -727,16 +726,16 @@ def test_a_reader_of_the_progress_who_leaves_does_not_end_the_batch(work: Work, 
 
 def test_the_pace_follows_the_server() -> None:
     pace = LanePace(start=256)
-    pace.seen(Reading(0.0, running=30, waiting=202), in_flight=232, now=9)
+    pace.follow_metrics(Reading(0.0, running=30, waiting=202), in_flight=232, now=9)
     assert pace.limit == 256  # it may still be taking in what was sent
-    pace.seen(Reading(0.0, running=32, waiting=200), in_flight=232, now=9.5)
-    pace.seen(Reading(0.0, running=32, waiting=200), in_flight=232, now=10)
+    pace.follow_metrics(Reading(0.0, running=32, waiting=200), in_flight=232, now=9.5)
+    pace.follow_metrics(Reading(0.0, running=32, waiting=200), in_flight=232, now=10)
     assert pace.limit == 40  # what runs, and a queue of a quarter (at least 8)
-    pace.seen(Reading(0.0, running=40, waiting=0, kv_use_fullest=0.3), in_flight=40, now=20)
+    pace.follow_metrics(Reading(0.0, running=40, waiting=0, kv_use_fullest=0.3), in_flight=40, now=20)
     assert pace.limit == 60
-    pace.seen(Reading(0.0, running=60, waiting=0, kv_use_fullest=0.97), in_flight=60, now=21)
+    pace.follow_metrics(Reading(0.0, running=60, waiting=0, kv_use_fullest=0.97), in_flight=60, now=21)
     assert pace.limit == 60  # the cache is full
-    pace.seen(Reading(0.0, running=60, waiting=0, preemptions=3), in_flight=60, now=22)
+    pace.follow_metrics(Reading(0.0, running=60, waiting=0, preemptions=3), in_flight=60, now=22)
     assert pace.limit == 48
     pace.overloaded(now=23)
     pace.overloaded(now=23.5)
@@ -748,63 +747,63 @@ def test_the_pace_follows_the_server() -> None:
 
 def test_the_pace_rises_quickly_until_the_server_was_full_once() -> None:
     pace = LanePace(start=256)
-    assert pace.look_s < 1
-    pace.seen(Reading(0.0, running=0), in_flight=256, now=10)
+    assert pace.poll_s < 1
+    pace.follow_metrics(Reading(0.0, running=0), in_flight=256, now=10)
     assert pace.limit == 256  # the figures may be older than our requests
-    pace.seen(Reading(0.0, running=256), in_flight=256, now=10.25)
+    pace.follow_metrics(Reading(0.0, running=256), in_flight=256, now=10.25)
     assert pace.limit == 512
-    pace.seen(Reading(0.0, running=300), in_flight=512, now=10.5)
+    pace.follow_metrics(Reading(0.0, running=300), in_flight=512, now=10.5)
     assert pace.limit == 512
-    pace.seen(Reading(0.0, running=512), in_flight=512, now=10.75)
+    pace.follow_metrics(Reading(0.0, running=512), in_flight=512, now=10.75)
     assert pace.limit == 1024
-    pace.seen(Reading(0.0, running=700, waiting=324), in_flight=1024, now=11)
-    assert (pace.limit, pace.look_s) == (1024, 0.25)  # still rising
-    pace.seen(Reading(0.0, running=512, waiting=512), in_flight=1024, now=11.25)
-    assert (pace.limit, pace.look_s) == (640, 1.0)
-    pace.seen(Reading(0.0, running=640), in_flight=640, now=20)
+    pace.follow_metrics(Reading(0.0, running=700, waiting=324), in_flight=1024, now=11)
+    assert (pace.limit, pace.poll_s) == (1024, 0.25)  # still rising
+    pace.follow_metrics(Reading(0.0, running=512, waiting=512), in_flight=1024, now=11.25)
+    assert (pace.limit, pace.poll_s) == (640, 1.0)
+    pace.follow_metrics(Reading(0.0, running=640), in_flight=640, now=20)
     assert pace.limit == 960  # from now on by half
 
 
 def test_a_server_that_runs_all_there_is_to_do_is_left_alone() -> None:
     pace = LanePace(start=256)
-    pace.seen(Reading(0.0, running=128), in_flight=128, now=10)
-    assert pace.look_s == 1.0
+    pace.follow_metrics(Reading(0.0, running=128), in_flight=128, now=10)
+    assert pace.poll_s == 1.0
     on_its_way, waits, at_the_limit = (100, 0, 128), (100, 28, 128), (256, 0, 256)
     for running, waiting, in_flight in (on_its_way, waits, at_the_limit):
         seeking = LanePace(start=256)
-        seeking.seen(Reading(0.0, running=running, waiting=waiting), in_flight=in_flight, now=10)
-        assert seeking.look_s < 1
-    pace.gone()
-    assert pace.look_s < 1  # it has to fill again
+        seeking.follow_metrics(Reading(0.0, running=running, waiting=waiting), in_flight=in_flight, now=10)
+        assert seeking.poll_s < 1
+    pace.reset()
+    assert pace.poll_s < 1  # it has to fill again
 
 
 def test_a_long_step_is_not_asked_after_four_times_a_second() -> None:
     pace = LanePace(start=256)
     waits = []
     for running, tokens in ((1, 0), (1, 0), (1, 0), (1, 0), (113, 1), (113, 1)):
-        pace.seen(Reading(0.0, running=running, generated_tokens=tokens), in_flight=128, now=10)
-        waits.append(pace.look_s)
+        pace.follow_metrics(Reading(0.0, running=running, generated_tokens=tokens), in_flight=128, now=10)
+        waits.append(pace.poll_s)
     assert waits == [0.25, 0.5, 1.0, 1.0, 0.25, 0.5]
-    pace.gone()
-    assert pace.look_s == 0.25
+    pace.reset()
+    assert pace.poll_s == 0.25
 
 
 def test_the_pace_begins_at_what_the_plan_lets_run() -> None:
     small, large, fixed = LanePace(start=256), LanePace(start=256, highest=1024), LanePace(fixed=5)
     for pace, seats in ((small, 16), (large, 2048), (fixed, 512), (small, None)):
-        pace.told(seats)
+        pace.set_seats(seats)
     assert (small.limit, large.limit, fixed.limit) == (24, 2560, 5)
     few = LanePace(start=256, most=100)
-    few.told(512)
+    few.set_seats(512)
     assert few.limit == 100  # connections that may be open
     assert LanePace(fixed=500, most=100).limit == 100
 
 
 def test_without_metrics_throughput_is_the_guide() -> None:
     pace = LanePace(start=16)
-    pace.finished(100, in_flight=16, now=10)
+    pace.follow_throughput(100, in_flight=16, now=10)
     assert pace.limit == 24
-    pace.finished(101, in_flight=24, now=11)
+    pace.follow_throughput(101, in_flight=24, now=11)
     assert pace.limit == 16  # it brought nothing
 
 
@@ -820,5 +819,5 @@ def test_errors_are_judged() -> None:
     assert judge(OverloadedError("429")) is Verdict.LATER
     for status, verdict in ((400, Verdict.ROW), (401, Verdict.FATAL), (404, Verdict.FATAL), (500, Verdict.AGAIN)):
         assert judge(error_from_status(status, b"", None, "x")) is verdict
-    assert backoff_s(0, 0.5, 60, asked_s=7.0) == 7.0
+    assert backoff_s(0, 0.5, 60, retry_after_s=7.0) == 7.0
     assert all(backoff_s(50, 0.5, 60) <= 60 for _ in range(20))

@@ -19,12 +19,12 @@ from corral.fake.app import FakeOptions
 from corral.fake.pace import Pace
 from corral.fake.server import FakeServer
 from corral.use.batch import spec as job
-from corral.use.batch.batch import carry_out
+from corral.use.batch.batch import run_batch
 from corral.use.batch.core.runner import RunnerSettings
 from corral.use.batch.input import check
 from corral.use.batch.service import workers
-from corral.use.batch.service.server import BatchService, ServiceOptions
-from corral.use.batch.serving import BatchServers
+from corral.use.batch.service.app import BatchService, ServiceOptions
+from corral.use.batch.spec import BatchServers
 from tests.until import until
 
 
@@ -139,7 +139,7 @@ def test_cancel_while_validating(
     if when == "while the input is read":
         monkeypatch.setattr(job, "scan", held(check.scan))
     else:
-        monkeypatch.setattr(workers, "carry_out", held(carry_out))
+        monkeypatch.setattr(workers, "run_batch", held(run_batch))
     with BatchService(options(server, tmp_path / "kept")) as service, sdk(service) as client:
         batch = create(client, upload(client, [row(n) for n in range(20)]))
         assert reached.wait(60)

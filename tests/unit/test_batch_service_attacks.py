@@ -18,8 +18,8 @@ import openai
 import pytest
 
 from corral.serve import asgi_server as connection
-from corral.use.batch.service import upload
-from corral.use.batch.service.server import BatchService, ServiceOptions
+from corral.use.batch.service import store as upload
+from corral.use.batch.service.app import BatchService, ServiceOptions
 
 BOUNDARY = b"xxBOUNDARYxx"
 

@@ -20,9 +20,9 @@ from corral.base.errors import DataError
 from corral.fake.pace import Pace
 from corral.fake.server import FakeServer
 from corral.serve.asgi_server import without_paths
-from corral.use.batch.batch import carry_out
+from corral.use.batch.batch import run_batch
 from corral.use.batch.service import app, workers
-from corral.use.batch.service.server import BatchService
+from corral.use.batch.service.app import BatchService
 from corral.use.batch.service.workers import Shortage, has_room, shortage_of
 from tests.skips import NO_MOUNT
 from tests.unit.test_batch_service import begun, create, ended, options, row, sdk, server, upload
@@ -46,8 +46,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app, "MARGIN_BYTES", 0)
-    monkeypatch.setattr(workers, "AGAIN_S", 0.05)
-    monkeypatch.setattr(workers, "LOOK_S", 0.05)
+    monkeypatch.setattr(workers, "RETRY_S", 0.05)
+    monkeypatch.setattr(workers, "SUPERVISE_S", 0.05)
 
 
 def fill(place: Path) -> Path:
@@ -119,7 +119,7 @@ def test_a_disk_that_is_full_at_the_end_does_not_lose_the_end(
 def test_no_free_descriptors_pause_a_batch(
     server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, taken = carry_out, threading.Event()
+    real, taken = run_batch, threading.Event()
     hogs: list[int] = []
 
     def hog(*given: Any, **more: Any) -> Any:
@@ -132,7 +132,7 @@ def test_no_free_descriptors_pause_a_batch(
         return real(*given, **more)
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    monkeypatch.setattr(workers, "carry_out", hog)
+    monkeypatch.setattr(workers, "run_batch", hog)
     try:
         with BatchService(options(server, tmp_path / "kept")) as service, sdk(service) as client:
             batch = create(client, upload(client, [row(n) for n in range(20)]))
@@ -153,7 +153,7 @@ def test_no_free_descriptors_pause_a_batch(
 def test_a_worker_that_dies_is_replaced_and_its_batch_goes_on(
     server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deaths: int
 ) -> None:
-    real, left = carry_out, [deaths]
+    real, left = run_batch, [deaths]
 
     def dying(*given: Any, **more: Any) -> Any:
         if left[0]:
@@ -161,7 +161,7 @@ def test_a_worker_that_dies_is_replaced_and_its_batch_goes_on(
             raise SystemExit
         return real(*given, **more)
 
-    monkeypatch.setattr(workers, "carry_out", dying)
+    monkeypatch.setattr(workers, "run_batch", dying)
     with BatchService(options(server, tmp_path / "kept")) as service, sdk(service) as client:
         batches = [create(client, upload(client, [row(n) for n in range(10)])) for _ in range(3)]
         for batch in batches:
@@ -172,7 +172,7 @@ def test_a_worker_that_dies_is_replaced_and_its_batch_goes_on(
 def test_a_batch_whose_workers_keep_dying_fails_with_its_reason_and_others_go_on(
     server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = carry_out
+    real = run_batch
 
     def dying(order: Any, *given: Any, **more: Any) -> Any:
         if Path(order.output).name == f"{fatal}.jsonl":
@@ -184,7 +184,7 @@ def test_a_batch_whose_workers_keep_dying_fails_with_its_reason_and_others_go_on
         file = upload(client, [row(n) for n in range(10)])
         made = service.store.add_batch(file, "/v1/chat/completions", "24h", None)
         fatal = made["id"]
-        monkeypatch.setattr(workers, "carry_out", dying)
+        monkeypatch.setattr(workers, "run_batch", dying)
         service.workers.submit(fatal)
         batch = ended(client, fatal)
         assert batch.status == "failed"
@@ -198,7 +198,7 @@ def test_an_error_inside_fails_the_batch_without_a_path(
     def broken(*_: Any, **__: Any) -> Any:
         raise DataError("/srv/secret/batches/x.jsonl cannot be read.", "Look at `/srv/secret/batches`.")
 
-    monkeypatch.setattr(workers, "carry_out", broken)
+    monkeypatch.setattr(workers, "run_batch", broken)
     with BatchService(options(server, tmp_path / "kept")) as service, sdk(service) as client:
         batch = ended(client, create(client, upload(client, [row(1)])).id)
         assert batch.status == "failed"

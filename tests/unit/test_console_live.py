@@ -102,7 +102,7 @@ def test_a_fleet_stands_before_its_members_and_is_not_counted_twice(
         reading = Reading(0.0, running=2, waiting=0)
         return [Line(name, "m", "u", reading, None) for name in watch._clients]
 
-    monkeypatch.setattr(Watch, "look", look)
+    monkeypatch.setattr(Watch, "read", look)
     desk = ConsoleContext(home=tmp_path)
     told = asyncio.run(live._Live(desk)._read())
     assert [(row["name"], row["fleet"], row["members"]) for row in told["servers"]][:2] == [

@@ -184,7 +184,7 @@ def test_no_circle_between_the_parts_of_batch() -> None:
         if part not in DOORS:
             others = {name.split(".")[2] for name in imported(path) if name.startswith("use.batch.")}
             graph.setdefault(part, set()).update(others - {part})
-    assert {"core", "input", "sharing", "service", "jobs"} <= graph.keys()
+    assert {"core", "input", "service", "jobs", "parts", "shared"} <= graph.keys()
     assert not graph["core"], "the core knows nothing of what stands on it"
     refuse_circles(graph)
 

@@ -25,11 +25,11 @@ from corral.deploy.deployment.folder import DeploymentFolder
 from corral.engines import environments as engines
 from corral.node.guard import Guard
 from corral.node.row_socket import RowSocket
-from corral.use.batch import serving as front_ends
+from corral.use.batch import in_process as front_ends
 from corral.use.batch.core.run import Quiet
 from corral.use.batch.core.runner import Counts
+from corral.use.batch.in_process import FrontEndWatch, InProcessServer, http_advice
 from corral.use.batch.inspect import inspect
-from corral.use.batch.serving import FrontEndWatch, InProcessServer, advice
 from tests.unit.conftest import Corral
 from tests.until import until
 
@@ -368,9 +368,9 @@ def test_what_has_no_engine_here_is_refused(guarded: Corral, answering: Corral, 
 
 
 def test_http_is_called_the_limit_only_where_the_api_servers_were_busy() -> None:
-    assert advice(0.79, 1) == ""
-    assert "the engine's API server was busy 92% of the time: --offline" in advice(0.92, 1)
-    assert "4 API servers were busy" in advice(0.92, 4)
+    assert http_advice(0.79, 1) == ""
+    assert "the engine's API server was busy 92% of the time: --offline" in http_advice(0.92, 1)
+    assert "4 API servers were busy" in http_advice(0.92, 4)
 
 
 def test_how_busy_the_api_servers_were_is_measured(clean_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -263,7 +263,7 @@ def test_a_connection_that_ends_while_its_owner_is_looked_up_is_a_lost_one(
         time.sleep(0.3)  # the near end resets the connection meanwhile
         return tcp_sockets(port)
 
-    monkeypatch.setattr("corral.client.doorkeeper.tcp_sockets", slowly)
+    monkeypatch.setattr("corral.client.peer_check.tcp_sockets", slowly)
     with NearEnd(0, tmp_path / "nobody-listens") as near:
         client = Client(Endpoint(f"http://127.0.0.1:{near.port}", "m", str(key_file)))
         with client, pytest.raises(ServerGoneError, match="cannot be reached") as lost:

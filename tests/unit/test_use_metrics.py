@@ -27,7 +27,7 @@ def test_speeds_are_differences() -> None:
 
 def test_servers_are_watched_side_by_side() -> None:
     async def looks(watch: Watch) -> None:
-        first = await watch.look()
+        first = await watch.read()
         assert [line.name for line in first] == ["alive", "dead"]
         assert first[0].reading is not None
         assert first[0].load is None
@@ -35,12 +35,12 @@ def test_servers_are_watched_side_by_side() -> None:
         assert "cannot be reached" in first[1].problem
         async with LLM(endpoint).aio as llm:
             await llm.complete("a", max_tokens=9, ignore_eos=True)
-        (alive, _) = await watch.look()
+        (alive, _) = await watch.read()
         assert alive.load is not None
         assert alive.load.generated_tokens_per_s
         assert alive.load.ttft_s is not None
         watch.set([("dead", dead)])
-        assert [line.name for line in await watch.look()] == ["dead"]
+        assert [line.name for line in await watch.read()] == ["dead"]
         await watch.close()
 
     with FakeServer() as server:

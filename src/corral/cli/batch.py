@@ -112,57 +112,60 @@ def _run_options(function: Any) -> Any:
 @click.option("--retry-failed", is_flag=True, help="Try rows of the error file again.")
 @click.option("--force", is_flag=True, help="Accept another input, model or other settings than at the start.")
 @_run_options
-def run(**given: Any) -> int:
+def run(**options: Any) -> int:
     """Give every row of INPUT (- is standard input) one result line in OUTPUT.
 
     Exit codes: 0 every row has a result; 1 finished, some rows are in the error file; 4 another runner holds the job,
     or the settings changed; 9 the server stayed away; 10 the input is bad or the disk is full; 130 interrupted. After
     all but 0 and 1, the same command continues.
     """
-    from corral.use.batch.serving import BatchServers, ModelToStart
-    from corral.use.batch.spec import BatchOrder
+    from corral.use.batch.spec import BatchServers, BatchSpec, ModelToStart
 
-    given["model"] = given["model"] or given["named_model"]
-    order = BatchOrder(
-        input=given["input"],
-        output=given["output"],
-        recipe=_recipe(given),
-        input_format=given["input_format"],
-        shape=given["shape"],
-        answer=given["answer_column"],
-        ordered=given["ordered"],
-        skip_bad=given["skip_bad"],
-        force=given["force"],
-        retry_failed=given["retry_failed"],
+    options["model"] = options["model"] or options["named_model"]
+    spec = BatchSpec(
+        input=options["input"],
+        output=options["output"],
+        recipe=_recipe(options),
+        input_format=options["input_format"],
+        shape=options["shape"],
+        answer=options["answer_column"],
+        ordered=options["ordered"],
+        skip_bad=options["skip_bad"],
+        force=options["force"],
+        retry_failed=options["retry_failed"],
     )
-    more = _target_fields(given)
-    model = more.get("model") or given["model"]
-    engine = given["engine"]
+    more = _target_fields(options)
+    model = more.get("model") or options["model"]
+    engine = options["engine"]
     if engine == "ray-data":
-        _check_ray(given, model, more)
-    replicas = (given["concurrency"] or 1) if engine == "ray-data" else 1
-    offline = ModelToStart(model, given["context"], given["fixed"], (), more, engine, replicas) if model else None
-    where = BatchServers(given["deployments"], given["urls"], given["key_file"], offline, given["offline"])
-    return _carry_out(order, where, given)
+        _check_ray(options, model, more)
+    replicas = (options["concurrency"] or 1) if engine == "ray-data" else 1
+    start_model = (
+        ModelToStart(model, options["context"], options["fixed"], (), more, engine, replicas) if model else None
+    )
+    servers = BatchServers(
+        options["deployments"], options["urls"], options["key_file"], start_model, options["offline"]
+    )
+    return _run(spec, servers, options)
 
 
 @command.command("resume", context_settings=HELP)
 @click.argument("output")
 @click.option("--retry-failed", is_flag=True, help="Try rows of the error file again.")
 @_run_options
-def resume(output: str, retry_failed: bool, **given: Any) -> int:
+def resume(output: str, retry_failed: bool, **options: Any) -> int:
     """Continue the batch that writes OUTPUT, with the settings it was begun with."""
-    from corral.use.batch.batch import again
+    from corral.use.batch.batch import saved_spec
 
-    order, where = again(output)
-    return _carry_out(replace(order, retry_failed=retry_failed), where, given)
+    spec, servers = saved_spec(output)
+    return _run(replace(spec, retry_failed=retry_failed), servers, options)
 
 
 @command.command("status", context_settings=HELP)
 @click.argument("output")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document.")
 def status(output: str, as_json: bool) -> None:
-    """How the batch that writes OUTPUT stands; works while it runs."""
+    """Show the status of the batch that writes OUTPUT, also while it runs."""
     from corral.use.batch.inspect import inspect
 
     print_status(inspect(output), as_json)
@@ -183,11 +186,11 @@ def cancel(output: str, as_json: bool) -> None:
 @click.argument("input")
 @_recipe_options
 @click.option("--json", "as_json", is_flag=True, help="One JSON document with every problem.")
-def check(as_json: bool, **given: Any) -> None:
+def check(as_json: bool, **options: Any) -> None:
     """Check INPUT and list every problem with its first line (--json: with every line); starts nothing."""
     from corral.use.batch.inspect import check_input
 
-    print_check(check_input(given["input"], given["input_format"], _recipe(given)), as_json)
+    print_check(check_input(options["input"], options["input_format"], _recipe(options)), as_json)
 
 
 @command.command("serve", context_settings=HELP)
@@ -203,120 +206,122 @@ def check(as_json: bool, **given: Any) -> None:
 @click.option("--any-model", is_flag=True, help="Rows that name another model get the served one.")
 @click.option("--jobs", type=click.IntRange(min=1), default=2, show_default=True, help="Batches that run at once.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON line when ready.")
-def serve(**given: Any) -> int:
-    """OpenAI's batch API (/v1/files, /v1/batches) in front of your own model."""
-    from corral.use.batch.service.server import ServiceOptions, serve_forever
-    from corral.use.batch.serving import BatchServers
+def serve(**options: Any) -> int:
+    """Serve OpenAI's batch API (/v1/files, /v1/batches) in front of your own model."""
+    from corral.use.batch.service.app import ServiceOptions, serve_forever
+    from corral.use.batch.spec import BatchServers
 
-    options = ServiceOptions(
-        folder=given["folder"],
-        where=BatchServers(given["deployments"], given["urls"], given["key_file"]),
-        key_file=given["serve_key_file"],
-        bind=given["bind"],
-        port=given["port"],
-        jobs=given["jobs"],
-        any_model=given["any_model"],
-        as_json=given["as_json"],
+    service = ServiceOptions(
+        folder=options["folder"],
+        servers=BatchServers(options["deployments"], options["urls"], options["key_file"]),
+        key_file=options["serve_key_file"],
+        bind=options["bind"],
+        port=options["port"],
+        jobs=options["jobs"],
+        any_model=options["any_model"],
+        as_json=options["as_json"],
     )
-    return serve_forever(options)
+    return serve_forever(service)
 
 
-def _target_fields(given: dict[str, Any]) -> dict[str, Any]:
-    """Where the model is to run, as fields of a request; empty for here."""
-    target, options = chosen_target(given, given["on"])
-    if not given["on"] and target is None:
+def _target_fields(options: dict[str, Any]) -> dict[str, Any]:
+    """The target of the model, as fields of a request; empty for this machine."""
+    target, chosen = chosen_target(options, options["on"])
+    if not options["on"] and target is None:
         return {}
-    if not given["on"] and not given["model"]:
+    if not options["on"] and not options["model"]:
         raise UsageError(f"the options of {target} say where to start a model.", "Name it: --start MODEL.")
-    flags = {"target_options": options, **({"target": target} if target else {})}
-    return _from_profile(given, flags) if given["on"] else flags
+    flags = {"target_options": chosen, **({"target": target} if target else {})}
+    return _from_profile(options, flags) if options["on"] else flags
 
 
-def _from_profile(given: dict[str, Any], flags: dict[str, Any]) -> dict[str, Any]:
+def _from_profile(options: dict[str, Any], flags: dict[str, Any]) -> dict[str, Any]:
     from corral.base.record import to_json
     from corral.deploy.launch.render import refuse_reserved
     from corral.deploy.profile.merging import merged, with_storage
     from corral.deploy.profile.profile import load_profile
     from corral.plan.settings import parse_assignments
 
-    profile = load_profile(given["on"])
-    said = {"model": given["model"], "context": given["context"], "fixed": parse_assignments(given["fixed"])}
-    request = with_storage(profile, merged(profile, {**flags, **said}))  # what is said here wins over the profile
+    profile = load_profile(options["on"])
+    own = {"model": options["model"], "context": options["context"], "fixed": parse_assignments(options["fixed"])}
+    request = with_storage(profile, merged(profile, {**flags, **own}))  # options win over the profile
     refuse_reserved(request.get("extra_env", {}))
     return {name: to_json(value) for name, value in request.items()}
 
 
-def _recipe(given: dict[str, Any]) -> Any:
+def _recipe(options: dict[str, Any]) -> Any:
     from corral.client.sampling import parse_assignments
     from corral.use.batch.input.recipe import Recipe
 
-    params = parse_assignments(given["params"])
+    params = parse_assignments(options["params"])
     for name in ("max_tokens", "temperature", "top_p", "seed", "n"):
-        if given[name] is not None:
-            params[name] = given[name]
-    template = given["prompt_template"]
+        if options[name] is not None:
+            params[name] = options[name]
+    template = options["prompt_template"]
     if template and template.startswith("@"):
         template = read_text(template[1:])
     return Recipe(
         template=template,
-        chat=given["chat"],
-        system=given["system"],
+        chat=options["chat"],
+        system=options["system"],
         params=params,
-        id_column=given["id_column"],
-        prompt_column=given["prompt_column"],
-        row_params=not given["no_row_params"],
-        any_model=given["any_model"],
+        id_column=options["id_column"],
+        prompt_column=options["prompt_column"],
+        row_params=not options["no_row_params"],
+        any_model=options["any_model"],
     )
 
 
-def _settings(given: dict[str, Any]) -> Any:
+def _settings(options: dict[str, Any]) -> Any:
     from corral.use.batch.core.runner import RunnerSettings
 
     return RunnerSettings(
-        concurrency=given["concurrency"],
-        attempts=given["attempts"],
-        backoff_s=given["backoff"],
-        patience_s=given["patience"],
-        stall_s=given["timeout"],
-        runaway_share=1.0 if given["keep_going"] else RunnerSettings.runaway_share,
-        wait=given["wait"],
+        concurrency=options["concurrency"],
+        attempts=options["attempts"],
+        backoff_s=options["backoff"],
+        patience_s=options["patience"],
+        stall_s=options["timeout"],
+        runaway_share=1.0 if options["keep_going"] else RunnerSettings.runaway_share,
+        wait=options["wait"],
     )
 
 
-RUNNER_WORDS = {"row_order": "order", "concurrency": "concurrency", "attempts": "attempts", "backoff": "backoff",
+_RUNNER_OPTIONS = {"row_order": "order", "concurrency": "concurrency", "attempts": "attempts", "backoff": "backoff",
                 "patience": "patience", "timeout": "timeout"}  # fmt: skip
 
 
-def _submit(order: Any, where: Any, given: dict[str, Any]) -> int:
-    """Queue it; and wait, when asked to."""
+def _submit(spec: Any, servers: Any, options: dict[str, Any]) -> int:
+    """Queue the batch; with --wait, wait for its end."""
     from corral.lab.report.batch import print_submitted, wait_for_jobs
-    from corral.use.batch.jobs.submit import submit
+    from corral.use.batch.jobs import submit
 
-    words = [word for name, option in RUNNER_WORDS.items() if given[name] is not None
-             for word in (f"--{option}", str(given[name]))]  # fmt: skip
-    words += ["--keep-going"] if given["keep_going"] else []
-    screen = Screen(given["as_json"], order.output)
+    runner_options = [word for name, option in _RUNNER_OPTIONS.items() if options[name] is not None
+                      for word in (f"--{option}", str(options[name]))]  # fmt: skip
+    runner_options += ["--keep-going"] if options["keep_going"] else []
+    screen = Screen(options["as_json"], spec.output)
     with screen:
-        queued = submit(order, where, given["jobs"], given["max_jobs"], words, screen.phases)
-    print_submitted(queued, given["as_json"])
-    return wait_for_jobs(order.output) if given["wait"] and not queued.done else 0
+        queued = submit(spec, servers, options["jobs"], options["max_jobs"], runner_options, screen.phases)
+    print_submitted(queued, options["as_json"])
+    return wait_for_jobs(spec.output) if options["wait"] and not queued.done else 0
 
 
 @command.command("in-job", context_settings=HELP, hidden=True)
 @click.argument("output")
 @click.option("--deployment", required=True)
 @_run_options
-def in_job(output: str, deployment: str, **given: Any) -> int:
-    """The runner beside a model in a job of a scheduler; queued by `corral batch`."""
+def in_job(output: str, deployment: str, **options: Any) -> int:
+    """Run a batch beside a model in a job of a scheduler; queued by `corral batch`."""
     import os
 
-    from corral.use.batch.jobs.in_job import InJob, run_in_job
+    from corral.use.batch.jobs import OwnDeployment, run_in_job
 
-    here = InJob(deployment, given["jobs"], given["max_jobs"] or 10, int(os.environ.get("CORRAL_AGENTS", "0")))
-    screen = Screen(given["as_json"], output)
+    own = OwnDeployment(
+        deployment, options["jobs"], options["max_jobs"] or 10, int(os.environ.get("CORRAL_AGENTS", "0"))
+    )
+    screen = Screen(options["as_json"], output)
     with screen:
-        settings = replace(_settings(given), drain_s=float(os.environ.get("CORRAL_DRAIN_S", "60")))
-        outcome = run_in_job(output, here, settings, screen, row_order=given["row_order"])
+        settings = replace(_settings(options), drain_s=float(os.environ.get("CORRAL_DRAIN_S", "60")))
+        outcome = run_in_job(output, own, settings, screen, row_order=options["row_order"])
     if outcome.result:
         screen.summary(outcome.result)
     if outcome.text:
@@ -328,27 +333,28 @@ def in_job(output: str, deployment: str, **given: Any) -> int:
     )
 
 
-def _carry_out(order: Any, where: Any, given: dict[str, Any]) -> int:
-    from corral.use.batch.batch import carry_out
-    from corral.use.batch.jobs.submit import is_queued
-    from corral.use.batch.serving import RAY_DATA
-    from corral.use.batch.sharing.shared import Sharing
+def _run(spec: Any, servers: Any, options: dict[str, Any]) -> int:
+    from corral.use.batch.batch import run_batch
+    from corral.use.batch.jobs import is_queued
+    from corral.use.batch.shared import Sharing
+    from corral.use.batch.spec import RAY_DATA
 
-    if where.offline and where.offline.engine == RAY_DATA and given["concurrency"]:
-        where = replace(where, offline=replace(where.offline, replicas=given["concurrency"]))
-    if is_queued(where):
-        return _submit(order, where, given)
-    screen = Screen(given["as_json"], order.output)
+    model = servers.start_model
+    if model and model.engine == RAY_DATA and options["concurrency"]:
+        servers = replace(servers, start_model=replace(model, replicas=options["concurrency"]))
+    if is_queued(servers):
+        return _submit(spec, servers, options)
+    screen = Screen(options["as_json"], spec.output)
     with screen:
-        result = carry_out(
-            order,
-            where,
-            _settings(given),
+        result = run_batch(
+            spec,
+            servers,
+            _settings(options),
             screen,
-            row_order=given["row_order"],
-            price=given["price"],
+            row_order=options["row_order"],
+            price=options["price"],
             reporter=screen.phases,
-            sharing=Sharing(given["jobs"]),
+            sharing=Sharing(options["jobs"]),
         )
     screen.summary(result)
     return _exit_code(result.summary.done, result.errors is not None)
@@ -360,11 +366,11 @@ def _exit_code(done: bool, failed: bool) -> int:
     return UNFINISHED if failed else 0
 
 
-def _check_ray(given: dict[str, Any], model: str | None, more: dict[str, Any]) -> None:
-    """Refuse what Ray Data cannot use, instead of leaving it out in silence."""
+def _check_ray(options: dict[str, Any], model: str | None, more: dict[str, Any]) -> None:
+    """Refuse options that Ray Data cannot use."""
     if not model:
         raise UsageError("--engine ray-data needs the model.", "Give --start PATH, or a Hugging Face id.")
-    if given["urls"] or given["deployments"] or given["jobs"] > 1:
+    if options["urls"] or options["deployments"] or options["jobs"] > 1:
         raise UsageError("--engine ray-data starts its own engines.", "Leave out --url, --deployment and --jobs.")
     if more:
         raise UsageError(

@@ -37,7 +37,7 @@ def command(prompt: str | None, file: str | None, as_json: bool, **given: Any) -
     with LLM(endpoint) as llm:
         if as_json:
             if "return_token_ids" not in (sampling.get("extra") or {}):
-                body.pop("return_token_ids", None)  # nobody asked for it
+                body.pop("return_token_ids", None)  # it was not asked for
             click.echo(llm.aio.client.request_sync(path, body).raw)
         elif "logprobs" in sampling or "prompt_logprobs" in sampling:
             _show_tokens(llm, text, sampling)

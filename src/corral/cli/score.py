@@ -87,7 +87,7 @@ def command(output: Path, patience_s: float, force: bool, as_json: bool, **given
         )  # fmt: skip
     finally:
         progress.end()
-    print_json(report) if as_json else _tell(report)
+    print_json(report) if as_json else _print_report(report)
     return INTERRUPTED if not report.done else UNFINISHED if report.summary["bad"] else 0
 
 
@@ -97,13 +97,13 @@ def _input(source: Path | None, named: Path | None) -> Path:
             "score takes one input." if source else "there is no input.",
             "For example: corral score rows.jsonl -o s.jsonl",
         )
-    found = source or named
-    assert found is not None
-    return found
+    path = source or named
+    assert path is not None
+    return path
 
 
 class _Progress:
-    """One line on stderr, rewritten on a terminal; and what happens."""
+    """Progress in one line on stderr, rewritten on a terminal; and events, a line each."""
 
     def __init__(self, quiet: bool) -> None:
         self._live, self._quiet, self._shown = sys.stderr.isatty(), quiet, False
@@ -127,20 +127,21 @@ class _Progress:
             sys.stderr.flush()
 
 
-def _tell(report: Any) -> None:
-    made = report.fine + report.failed
+def _print_report(report: Any) -> None:
     earlier = f", {report.before:,} from before" if report.before else ""
     left = f", {report.left:,} left" if report.left else ""
-    click.echo(f"scored {counted(made, 'row')} in {duration(report.wall_s)}{earlier}{left}", err=True)
-    found = report.summary
-    if "mean_logprob" in found:
-        perplexity = "beyond numbers" if found["perplexity"] is None else f"{found['perplexity']:.4g}"
-        mean = f"mean log-probability {found['mean_logprob']:.4f}"
-        click.echo(f"{counted(found['tokens'], 'token')}, {mean}, perplexity {perplexity}", err=True)
-    if "accuracy" in found:
-        click.echo(f"accuracy {found['accuracy']:.1%}, by length {found['accuracy_norm']:.1%}", err=True)
-    if found["bad"]:
-        click.echo(f"{counted(found['bad'], 'bad row')}, with reasons: {report.errors}", err=True)
+    click.echo(
+        f"scored {counted(report.fine + report.failed, 'row')} in {duration(report.wall_s)}{earlier}{left}", err=True
+    )
+    totals = report.summary
+    if "mean_logprob" in totals:
+        perplexity = "too large" if totals["perplexity"] is None else f"{totals['perplexity']:.4g}"
+        mean = f"mean log-probability {totals['mean_logprob']:.4f}"
+        click.echo(f"{counted(totals['tokens'], 'token')}, {mean}, perplexity {perplexity}", err=True)
+    if "accuracy" in totals:
+        click.echo(f"accuracy {totals['accuracy']:.1%}, by length {totals['accuracy_norm']:.1%}", err=True)
+    if totals["bad"]:
+        click.echo(f"{counted(totals['bad'], 'bad row')}, with reasons: {report.errors}", err=True)
     if report.left:
         click.echo("The same command continues.", err=True)
     else:

@@ -72,9 +72,9 @@ async def _twice(servers: list[tuple[str, Endpoint]], interval_s: float) -> list
 
     watch = Watch(servers)
     try:
-        await watch.look()
+        await watch.read()
         await asyncio.sleep(interval_s)
-        return await watch.look()
+        return await watch.read()
     finally:
         await watch.close()
 
@@ -87,13 +87,13 @@ async def _live(names: tuple[str, ...], urls: tuple[str, ...], key_file: str | N
     watch, screen = Watch(_servers(names, urls, key_file)), LiveLines(sys.stdout)
     found_s = time.monotonic()
     try:
-        await watch.look()
+        await watch.read()
         while True:
             await asyncio.sleep(interval_s)
             if not names and not urls and time.monotonic() - found_s > 5:
                 watch.set(await asyncio.to_thread(_servers, names, urls, key_file))
                 found_s = time.monotonic()
-            screen.draw(screen_lines(await watch.look(), shutil.get_terminal_size().columns))
+            screen.draw(screen_lines(await watch.read(), shutil.get_terminal_size().columns))
     finally:
         screen.leave()
         await watch.close()

@@ -90,7 +90,7 @@ class Client:
         request_id: str = "",
         on_event: Callable[[bytes, int], None] | None = None,
     ) -> Reply:
-        """Send a request and wait for its whole answer; cancelling closes its connection."""
+        """Send a request and wait for its whole answer; cancelling closes the connection."""
         future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         exchange = self._submit(future, path, body, timeout_s, request_id, on_event)
         try:
@@ -106,14 +106,14 @@ class Client:
         pieces: deque[Piece] = deque()
         news = asyncio.Event()
 
-        def take(event: bytes, at_ns: int) -> None:
+        def add(event: bytes, at_ns: int) -> None:
             pieces.extend(read_piece(event, at_ns))
             news.set()
 
         whole = {**body, "stream": True}
         future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         future.add_done_callback(lambda _: news.set())
-        exchange = self._submit(future, path, whole, timeout_s, "", take)
+        exchange = self._submit(future, path, whole, timeout_s, "", add)
         try:
             while True:
                 while pieces:
@@ -129,7 +129,7 @@ class Client:
                 self._pool().abandon(exchange)
 
     async def page(self, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float | None = None) -> Page:
-        """GET a path (or POST a body to it) and take what comes, whatever its status."""
+        """GET a path (or POST a body to it); the answer is returned whatever its status."""
         future: asyncio.Future[Page] = asyncio.get_running_loop().create_future()
         head = self._head(path, "GET" if body is None else "POST", b"" if body is None else (raw := _encode(body)))
         exchange = Exchange(head, b"" if body is None else raw, future, _now())
@@ -143,7 +143,7 @@ class Client:
             raise
 
     def post(self, path: str, body: Mapping[str, Any] | bytes) -> asyncio.Future[Page]:
-        """Send a body now to a path whose answer is no completion; every status but 200 is an error."""
+        """Send a body to a path whose answer is no completion; every status but 200 is an error."""
         answer: asyncio.Future[Page] = asyncio.get_running_loop().create_future()
         page: asyncio.Future[Page] = asyncio.get_running_loop().create_future()
         raw = self._body(body)
@@ -159,10 +159,10 @@ class Client:
             return
         if (error := page.exception()) is not None:
             answer.set_exception(error)
-        elif (found := page.result()).status == 200:
-            answer.set_result(found)
+        elif (result := page.result()).status == 200:
+            answer.set_result(result)
         else:
-            answer.set_exception(error_from_status(found.status, found.body, None, self.endpoint.root))
+            answer.set_exception(error_from_status(result.status, result.body, None, self.endpoint.root))
 
     async def models(self) -> list[str]:
         """The names the server serves."""
@@ -183,7 +183,7 @@ class Client:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    # For programs without one
+    # For programs without an event loop
 
     def request_sync(
         self, path: str, body: Mapping[str, Any] | bytes, *, timeout_s: float | None = None, request_id: str = ""
@@ -257,16 +257,16 @@ class Client:
         self,
         future: asyncio.Future[Reply],
         path: str,
-        given: Mapping[str, Any] | bytes,
+        fields: Mapping[str, Any] | bytes,
         timeout_s: float | None,
         request_id: str,
         on_event: Callable[[bytes, int], None] | None,
     ) -> Exchange:
-        body = self._body(given)
+        body = self._body(fields)
         exchange = Exchange(self._head(path, "POST", body, request_id), body, future, _now())
         exchange.on_event = on_event
-        if not isinstance(given, bytes):
-            exchange.top = given.get("top_logprobs" if given.get("logprobs") is True else "logprobs")
+        if not isinstance(fields, bytes):
+            exchange.top = fields.get("top_logprobs" if fields.get("logprobs") is True else "logprobs")
         self._limit(exchange, timeout_s)
         self._pool().start(exchange)
         return exchange
@@ -289,7 +289,7 @@ class Client:
 
 
 class _Background:
-    """One event loop in a daemon thread, for the sync face."""
+    """One event loop in a daemon thread, for the synchronous methods."""
 
     def __init__(self) -> None:
         self.loop = _new_loop()

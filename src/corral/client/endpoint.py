@@ -84,10 +84,10 @@ class HeldKeyEndpoint(Endpoint):
 class Absence:
     """Why a server is away, for people; and whether waiting for it is of any use."""
 
-    text: str  # whom one waits for, and why
+    text: str  # which server, and why it is away
     remedy: str = ""
-    ending: CorralError | None = None  # it has ended: it comes back only if somebody starts it again
-    stopped: bool = False  # … because somebody stopped it
+    ending: CorralError | None = None  # it has ended: it comes back only if it is started again
+    stopped: bool = False  # … because it was stopped
 
 
 class ModelServer(Protocol):
@@ -102,7 +102,7 @@ class ModelServer(Protocol):
         """Why it does not answer."""
 
     def seats(self) -> int | None:
-        """How many requests its engines run at once, where their plan tells."""
+        """How many requests its engines run at once by their plan, if known."""
 
 
 class FixedServer:

@@ -15,7 +15,8 @@
     ├── PromptTooLongError   2          400, with the numbers
     └── BadRequestError      2          400 and other 4xx, in the server's words
 
-None of them is ever reported as a success with less text. Each is also a member of the tree in `corral.base.errors`.
+No failed request is reported as a success with less text. Each error is also one of the tree in `corral.base.errors`.
+`error_body` writes the errors of Corral's own servers, in OpenAI's shape.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class TimedOutError(RequestError, UnreachableError):
 
 
 class OverloadedError(RequestError, UnreachableError):
-    """The server asks for patience; `retry_after_s` is how long, if it said so."""
+    """The server is overloaded; `retry_after_s` is how long to wait, if it said so."""
 
     retryable = True
     retry_after_s: float | None = None
@@ -77,7 +78,7 @@ class KeyRefusedError(RequestError, AccessError):
 
 
 class StrangerError(RequestError, AccessError):
-    """The server's port is held by somebody else; the server itself may come back."""
+    """Another user holds the server's port; the server itself may come back."""
 
 
 class UnknownModelError(RequestError, NotFoundError):
@@ -111,7 +112,12 @@ _PROMPT = re.compile(
 )
 
 
-def _said(body: bytes) -> tuple[str, Any]:
+def error_body(message: str, kind: str, code: int | str | None = None, param: str | None = None) -> dict[str, Any]:
+    """The body of an error answer as OpenAI's API and vLLM write it: the one shape for all of Corral's servers."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def _message_and_code(body: bytes) -> tuple[str, Any]:
     """The server's message and code, from vLLM's, OpenAI's or FastAPI's error shape."""
     try:
         value = msgspec.json.decode(body)
@@ -126,8 +132,8 @@ def _said(body: bytes) -> tuple[str, Any]:
 def error_from_status(
     status: int, body: bytes, retry_after: bytes | None, where: str, model: str = ""
 ) -> RequestError:
-    """The error for an HTTP status that is no success."""
-    message, _ = _said(body)
+    """The error for an HTTP status other than 200."""
+    message, _ = _message_and_code(body)
     error = _from_status(status, message, where, model)
     error.status = status
     error.details["status"] = status
@@ -135,13 +141,13 @@ def error_from_status(
         try:
             error.retry_after_s = max(0.0, float(retry_after))
             error.details["retry_after_s"] = error.retry_after_s
-        except ValueError:  # an HTTP date: nobody in this field sends one
+        except ValueError:  # an HTTP date: inference servers send seconds
             pass
     return error
 
 
 def _from_status(status: int, message: str, where: str, model: str) -> RequestError:
-    said = f" It said: {message}" if message else ""
+    quote = f" It said: {message}" if message else ""
     if status in (401, 403):
         return KeyRefusedError(
             f"{where} refused the key (HTTP {status}).",
@@ -150,20 +156,22 @@ def _from_status(status: int, message: str, where: str, model: str) -> RequestEr
     if status == 404:
         if "model" in message.lower():
             return UnknownModelError(
-                f"{where} does not serve {model or 'that model'}.{said}", "GET /v1/models lists what it serves."
+                f"{where} does not serve {model or 'that model'}.{quote}", "GET /v1/models lists what it serves."
             )
-        return UnknownPathError(f"{where} has no such path (HTTP 404).{said}", "Check the base URL.")
+        return UnknownPathError(f"{where} has no such path (HTTP 404).{quote}", "Check the base URL.")
     if status in (429, 503):
-        return OverloadedError(f"{where} is overloaded (HTTP {status}).{said}", "Try again later, or with less load.")
+        return OverloadedError(
+            f"{where} is overloaded (HTTP {status}).{quote}", "Try again later, or with less load."
+        )
     if status >= 500:
-        return ServerFailedError(f"{where} failed (HTTP {status}).{said}", "Look at the engine's log.")
+        return ServerFailedError(f"{where} failed (HTTP {status}).{quote}", "Look at the engine's log.")
     if status < 400:
         return MalformedReplyError(
-            f"{where} answered HTTP {status}.{said}", "Check the base URL; is a proxy in between?"
+            f"{where} answered HTTP {status}.{quote}", "Check the base URL; is a proxy in between?"
         )
     if _TOO_LONG.search(message):
         return _too_long(message, where)
-    return BadRequestError(f"{where} refused the request (HTTP {status}).{said}", "Correct the request.")
+    return BadRequestError(f"{where} refused the request (HTTP {status}).{quote}", "Correct the request.")
 
 
 def _too_long(message: str, where: str) -> PromptTooLongError:
@@ -183,7 +191,7 @@ def _too_long(message: str, where: str) -> PromptTooLongError:
 
 def error_from_chunk(body: bytes, where: str) -> RequestError:
     """The error for an error chunk inside a stream that began with 200."""
-    message, code = _said(body)
+    message, code = _message_and_code(body)
     if isinstance(code, int) and 400 <= code < 500 and code != 429:
         error: RequestError = _from_status(code, message, where, "")
     else:

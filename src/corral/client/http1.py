@@ -1,19 +1,13 @@
-"""Messages of HTTP/1.1, read out of bytes that may be cut anywhere.
+"""HTTP/1.1: messages read out of bytes that may be cut anywhere, messages written, and server-sent events split.
 
-They are read by llhttp (`httptools`) in its strict mode: two lengths, a length beside chunks, folded lines, bare
+Messages are read by llhttp (`httptools`) in its strict mode: two lengths, a length beside chunks, folded lines, bare
 line ends, unknown methods and control characters are refused, because two readers that disagree on where a message
-ends can be made to serve one user's answer to another. Here is added what llhttp leaves to its caller: only
-HTTP/1.0 and 1.1, no transfer coding but plain chunks, heads and trailers of bounded length, no change of protocol,
-and answers that end with their connection.
+ends can be made to serve one user's answer to another. Added here is what llhttp leaves to its caller: only HTTP/1.0
+and 1.1, no transfer coding but plain chunks, heads and trailers of bounded length, no change of protocol, and answers
+that end with their connection.
 
-A reader tells its sink of a head, of the bytes of the body as they come, and of the end. A sink must not feed its own
-reader. Trailers are dropped.
-
-Messages of HTTP/1.1, put together and sent.
-
-Where a server listens, as a URL.
-
-Server-sent events, split out of the bytes of a stream.
+A reader calls its sink with a head, with the bytes of the body as they arrive, and at the end. A sink must not feed
+its own reader. Trailers are dropped.
 """
 
 from __future__ import annotations
@@ -34,7 +28,7 @@ MOST_INTERIM_ANSWERS = 32  # 100 Continue and the like, before the answer proper
 
 
 class BadMessageError(ValueError):
-    """What came is not HTTP, or not the HTTP that is understood here."""
+    """The bytes are not HTTP, or not a kind that is accepted here."""
 
 
 class HeadTooLongError(BadMessageError):
@@ -46,7 +40,7 @@ class _EndedError(Exception):
 
 
 class _Reader:
-    """What requests and answers have in common: headers, their bounds, and one kind of error."""
+    """The common part of both readers: headers, their bounds, and one kind of error."""
 
     __slots__ = ("_fed", "_headers", "_in_head", "_large", "_parser", "_trailer", "named", "on_body")
 
@@ -87,14 +81,14 @@ class _Reader:
 
 
 def _cause(error: httptools.HttpParserError) -> BaseException:
-    """What stands behind an error of llhttp: our own of a callback, or what llhttp says."""
+    """The cause of an error of llhttp: the exception of a callback, or llhttp's message."""
     if isinstance(error, httptools.HttpParserCallbackError) and error.__context__ is not None:
         return error.__context__
     return BadMessageError(str(error))
 
 
 class RequestSink(Protocol):
-    """Who takes the requests of a connection."""
+    """Receives the requests of a connection."""
 
     def request(self, method: bytes, target: bytes, http_10: bool, headers: Headers) -> None: ...
 
@@ -123,15 +117,15 @@ class RequestReader(_Reader):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as change:
-            self._go_on_with_http(data[change.args[0] :])
+            self._ignore_upgrade(data[change.args[0] :])
         except httptools.HttpParserError as error:
             if not self._closed:
                 raise _cause(error) from None
         if self._in_head:
             self._check_growth(data)
 
-    def _go_on_with_http(self, rest: bytes) -> None:
-        """A change of protocol was asked for: the same request is read once more, without that wish."""
+    def _ignore_upgrade(self, rest: bytes) -> None:
+        """Ignore a requested change of protocol: read the same request once more, without its `upgrade` header."""
         kept = b"".join(b"%b: %b\r\n" % pair for pair in self._headers if pair[0] != b"upgrade")
         version = self._parser.get_http_version().encode()
         head = b"%b %b HTTP/%b\r\n%b\r\n" % (self._parser.get_method(), self._target, version, kept)
@@ -173,7 +167,7 @@ class RequestReader(_Reader):
 
 
 class ResponseSink(Protocol):
-    """Who takes an answer."""
+    """Receives an answer."""
 
     def answer(self, status: int, headers: Headers) -> None: ...
 
@@ -206,7 +200,7 @@ class ResponseReader(_Reader):
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
             self._spent, self.keep = True, False
-            if not self.complete:  # otherwise it is only what follows that nobody asked for
+            if not self.complete:  # otherwise the error is in bytes after the answer
                 raise _cause(error) from None
         if self._in_head:
             self._check_growth(data)
@@ -269,7 +263,7 @@ def response(status: int, body: bytes, kind: bytes = b"application/json", extra:
 
 
 def chunk(data: bytes) -> bytes:
-    """Some bytes of a body that has no length; there must be some."""
+    """One chunk of a body without a length; `data` is not empty."""
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
@@ -279,12 +273,12 @@ def write_now(transport: asyncio.Transport, fd: int, data: bytes) -> None:
     `fd` is the connection's own descriptor, or -1 where bytes must pass the transport (TLS).
     """
     if transport.is_closing():
-        return  # its owner is told of the end
+        return  # its owner learns of the end
     if fd >= 0 and not transport.get_write_buffer_size():
         try:
             sent = os.write(fd, data)
         except OSError:
-            sent = 0  # the transport finds out why
+            sent = 0  # the transport reports the error
         if sent == len(data):
             return
         data = data[sent:]
@@ -310,9 +304,9 @@ class EventSplitter:
 
     def end(self) -> list[bytes]:
         """The last event, if only the line feed after its carriage return was missing; other rests are dropped."""
-        found = self.feed(b"\n") if self._rest.endswith(b"\r") else []
+        events = self.feed(b"\n") if self._rest.endswith(b"\r") else []
         self._rest = b""
-        return found
+        return events
 
     def feed(self, data: bytes) -> list[bytes]:
         """The data of every event that is now complete."""

@@ -1,16 +1,12 @@
-"""What vLLM's `/metrics` says about itself: requests running and waiting, KV cache, tokens, times. Parsed, typed.
+"""vLLM's `/metrics`, parsed and typed: requests running and waiting, KV cache, tokens, times, percentiles.
 
-Counters and histograms only grow, so speeds come from two readings: `Load.between(before, after)`. A server without
-these metrics gives None fields.
+Counters and histograms only grow, so rates come from two readings: `Load.between(before, after)`, `percentile`. A
+server without these metrics gives None fields. A server with several engines (data parallel) has one series for each:
+counts, tokens and the sizes of the KV caches are added up; `kv_use` is the mean over the engines, `kv_use_fullest`
+that of the fullest engine, which preempts requests first. A series that is listed twice counts once.
 
-A server with several engines (data parallel) has one series for each. Counts and tokens are added up, and so is the
-room of the KV caches. `kv_use` is the mean over the engines, the share of all that room; `kv_use_fullest` is that of
-the fullest engine, which is where requests are preempted first. A series that stands twice counts once.
-
-Percentiles from a server's histograms: how long first tokens and following ones took between two looks.
-
-Histograms only grow, so what happened lately is the difference of two pages. A percentile is read off inside its
-bucket in proportion, as Prometheus does; what lies in the last, open bucket is told as that bucket's lower end.
+A percentile is interpolated inside its bucket, as Prometheus does; in the last, open bucket it is that bucket's lower
+bound.
 """
 
 from __future__ import annotations
@@ -26,14 +22,14 @@ from corral.node.exposition import Sample, samples
 
 @dataclass(frozen=True)
 class Reading:
-    """One look at a server's metrics."""
+    """A server's metrics at one moment."""
 
     at_s: float  # monotonic
     running: int | None = None
     waiting: int | None = None
     kv_use: float | None = None  # 0 to 1
     kv_use_fullest: float | None = None
-    kv_tokens: int | None = None  # how many the caches hold
+    kv_tokens: int | None = None  # capacity of the caches
     prompt_tokens: float | None = None
     generated_tokens: float | None = None
     ttft_sum_s: float | None = None
@@ -47,13 +43,13 @@ class Reading:
 
     @property
     def known(self) -> bool:
-        """Whether the page said anything: it came from a vLLM."""
+        """Whether the page had any of these metrics: it came from a vLLM."""
         return self != Reading(self.at_s)
 
 
 @dataclass(frozen=True)
 class Load:
-    """What happened between two readings; None where nothing did, or the server does not tell."""
+    """Rates between two readings; None where nothing happened, or the server does not tell."""
 
     prompt_tokens_per_s: float | None = None
     generated_tokens_per_s: float | None = None
@@ -136,7 +132,7 @@ def _cache_tokens(labels: dict[str, str]) -> int | None:
 
 
 def cache_config(page: bytes) -> dict[str, str]:
-    """What the first engine says about its cache."""
+    """The labels of the first engine's cache."""
     return next((one.labels for one in samples(page, (_CACHE,))), {})
 
 
@@ -188,7 +184,7 @@ def _bound(text: str) -> float | None:
 
 
 def percentile(before: Buckets, after: Buckets, share: float) -> float | None:
-    """Where that share of what came between the two lies; None where nothing came."""
+    """The value below which that share of the growth between two readings lies; None without growth."""
     grown = [(bound, after[bound] - before.get(bound, 0.0)) for bound in sorted(after)]
     total = grown[-1][1] if grown else 0.0
     if total <= 0 or any(count < 0 for _, count in grown):  # smaller: it was restarted

@@ -19,9 +19,9 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from corral.client.doorkeeper import PeerCheck
 from corral.client.endpoint import Endpoint
 from corral.client.errors import KeyRefusedError, RequestError, ServerGoneError, TimedOutError, error_from_status
+from corral.client.peer_check import PeerCheck
 from corral.client.reply import Assembly, read_reply
 from corral.client.wire import Exchange, Wire
 
@@ -71,15 +71,15 @@ class Pool:
         self._waiting: deque[Exchange] = deque()
         self._assemblies: deque[tuple[Exchange, Assembly]] = deque()
         self._addresses: list[Any] = []
-        # a certificate proves more than a user's number does
-        self._doorkeeper = PeerCheck(endpoint.root) if endpoint.has_key and self._tls is None else None
+        # with TLS, the certificate proves the peer
+        self._peers = PeerCheck(endpoint.root) if endpoint.has_key and self._tls is None else None
         self._sweeper: asyncio.TimerHandle | None = None
         self._tick_s = max(0.02, min(limits.stall_s, limits.timeout_s or limits.stall_s, 10.0) / 20)
         self._closed = False
 
     def start(self, exchange: Exchange) -> None:
         """Give a request to a free connection, a new one, or the queue."""
-        wire = self._take_idle()
+        wire = self._free_connection()
         if wire is not None:
             wire.reused = True
             self._busy.add(wire)
@@ -97,7 +97,7 @@ class Pool:
             self._sweeper = self.loop.call_later(self._tick_s, self._sweep)
 
     def abandon(self, exchange: Exchange) -> None:
-        """Forget a request that nobody waits for any more."""
+        """Drop a request whose caller no longer waits."""
         for wire in self._busy:
             if wire.exchange is exchange:
                 self._busy.discard(wire)
@@ -134,7 +134,7 @@ class Pool:
         self._busy.discard(wire)
         if keep and not self._closed:
             wire.idle_since_ns = exchange.last_ns
-            waiting = self._take_waiting()
+            waiting = self._next_waiting()
             if waiting is not None:
                 wire.reused = True
                 self._busy.add(wire)
@@ -163,7 +163,7 @@ class Pool:
                 exchange.future.set_result(reply)
 
     def _assemble(self) -> None:
-        """Decode a slice of a long stream; then let the loop read what has arrived, so that its time is right."""
+        """Decode a slice of a long stream; then let the loop stamp what has arrived."""
         if not self._assemblies:
             return
         exchange, assembly = self._assemblies[0]
@@ -208,14 +208,14 @@ class Pool:
             self._on_refused_key()
         return error
 
-    def _take_idle(self) -> Wire | None:
+    def _free_connection(self) -> Wire | None:
         while self._idle:
             wire = self._idle.pop()
             if wire.open:
                 return wire
         return None
 
-    def _take_waiting(self) -> Exchange | None:
+    def _next_waiting(self) -> Exchange | None:
         while self._waiting:
             exchange = self._waiting.popleft()
             if not exchange.future.done():
@@ -223,8 +223,8 @@ class Pool:
         return None
 
     def _next(self) -> None:
-        """A connection went away: whoever waits may open another."""
-        waiting = self._take_waiting()
+        """A connection is gone: the next waiting request may open another."""
+        waiting = self._next_waiting()
         if waiting is not None and not self._closed:
             self.start(waiting)
 
@@ -254,12 +254,12 @@ class Pool:
             raise
         else:
             if exchange.future.done():
-                taken = self._take_waiting()
-                if taken is None:
+                waiting = self._next_waiting()
+                if waiting is None:
                     wire.idle_since_ns = _now()
                     self._idle.append(wire)
                     return
-                exchange = taken
+                exchange = waiting
             self._busy.add(wire)
             wire.begin(exchange)
             return
@@ -267,7 +267,7 @@ class Pool:
             self.loop.call_soon(self._next)
 
     def _out_of_reach(self, error: OSError) -> ServerGoneError:
-        """A name that stands for no address is another matter than a server that is not there."""
+        """The error for a name without an address, or for a server that is not there."""
         if isinstance(error, socket.gaierror):
             return ServerGoneError(
                 f"the name {self._host!r} does not resolve to an address ({error.strerror}).",
@@ -280,8 +280,8 @@ class Pool:
 
     async def _connect(self) -> Wire:
         if not self._addresses:
-            found = await self.loop.getaddrinfo(self._host, self._port, type=1)
-            self._addresses = [address for *_, address in found]
+            infos = await self.loop.getaddrinfo(self._host, self._port, type=1)
+            self._addresses = [address for *_, address in infos]
         failure: OSError | None = None
         for address in list(self._addresses):
             try:
@@ -289,8 +289,8 @@ class Pool:
                     lambda: Wire(self), address[0], address[1],
                     ssl=self._tls, server_hostname=self._host if self._tls else None,
                 )  # fmt: skip
-                if self._doorkeeper is not None:
-                    await self._ask_who_listens(self._doorkeeper, transport, wire)
+                if self._peers is not None:
+                    await self._check_peer(self._peers, transport, wire)
                 return wire
             except ssl.SSLError:
                 raise
@@ -299,15 +299,15 @@ class Pool:
         raise failure or OSError("no address")
 
     @staticmethod
-    async def _ask_who_listens(doorkeeper: PeerCheck, transport: asyncio.BaseTransport, wire: Wire) -> None:
+    async def _check_peer(peers: PeerCheck, transport: asyncio.BaseTransport, wire: Wire) -> None:
         try:
-            await doorkeeper.check(transport)
+            await peers.check(transport)
         except BaseException:
             wire.drop()
             raise
 
     def _sweep(self) -> None:
-        """Fail what is too late, forget what nobody waits for, close what was idle for long."""
+        """Fail late requests, drop abandoned ones, close connections that were idle for long."""
         self._sweeper = None
         now = _now()
         stall_ns = int(self.limits.stall_s * 1e9)

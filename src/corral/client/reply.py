@@ -1,7 +1,7 @@
-"""What a request gave: text, tokens with log-probabilities, usage, and when each piece arrived.
+"""The answer to a request: text, tokens with log-probabilities, usage, and when each piece arrived.
 
 A reply exists only for answers that are complete: every choice has a finish reason that is neither "abort" nor
-"error", and a stream ended with [DONE]. Anything else is an error (`request_errors`).
+"error", and a stream ended with [DONE]. Anything else is an error (`errors`).
 
 Times are monotonic nanoseconds. `chunk_ns` has one entry for each streamed chunk that carried a token (the chunk
 that only names the role, and the one that only carries usage, do not count); several chunks in one network read
@@ -48,7 +48,7 @@ class Usage(msgspec.Struct, frozen=True, gc=False):
 
 
 class Timing(msgspec.Struct, gc=False):
-    """When what happened to one request."""
+    """The times of one request."""
 
     asked_ns: int  # the request was given to the client
     sent_ns: int  # it was written to the connection
@@ -224,7 +224,7 @@ _NOT_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # what d
 
 
 def read_piece(event: bytes, at_ns: int) -> list[Piece]:
-    """The pieces in one event, as they arrive; malformed events and errors give none (the reply tells of them)."""
+    """The pieces in one event, as they arrive; malformed events and errors give none (the reply reports them)."""
     try:
         body = _BODY.decode(event)
     except _NOT_JSON:

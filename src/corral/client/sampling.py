@@ -81,7 +81,7 @@ class Parameter:
         return f"above {self.low:.15g}, to {self.high:.15g}" if self.above else f"{self.low:.15g} to {self.high:.15g}"
 
     def checked(self, value: Any) -> Any:
-        """The value, if the server would take it; otherwise an error that names the range."""
+        """The value, if the server accepts it; otherwise an error that names the range."""
         if self.kind in _NUMBERS:
             if isinstance(value, _NUMBERS[self.kind]) and value is not True and value is not False:
                 low, high = self._bounds

@@ -28,9 +28,8 @@ from corral.console.context import ConsoleContext, LatestValue, answer, events
 from corral.console.statuses import file_stamp
 from corral.lab.tune.race import RaceEnd, verdict
 from corral.lab.tune.store import TuneRun, all_runs
-from corral.use.batch.core.folder import BatchFolder
+from corral.use.batch.core.folder import BatchFolder, known_outputs
 from corral.use.batch.inspect import inspect
-from corral.use.batch.spec import known_outputs
 from corral.use.llm.top import Line, ReadyServer, Watch, ready_servers
 
 SHOWN = 12
@@ -70,7 +69,7 @@ class Jobs:
             folder = BatchFolder(output)
             stamp: tuple[Any, ...] = (
                 file_stamp(folder.ledger),
-                file_stamp(folder.job),
+                file_stamp(folder.spec),
                 self._clock() // 10,
             )  # a runner may be gone
             readers.append((f"batch {output}", stamp, lambda output=output: _batch(output)))  # type: ignore[misc]
@@ -280,7 +279,7 @@ class _Live:
             self._watch.set([(name, one.endpoint) for name, one in self._servers.items()])
         if loop_s - self._round_s >= len(self._servers) * EACH_S - 0.1:
             self._round_s = loop_s
-            self._lines = await self._watch.look()
+            self._lines = await self._watch.read()
         return self._snapshot()
 
     def _read_slow(self) -> None:

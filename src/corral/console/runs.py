@@ -19,9 +19,8 @@ from corral.lab.bench.compare import ListedRun, all_runs, compared
 from corral.lab.bench.metrics import RequestRow, latencies_s, percentile
 from corral.lab.bench.spec import METRICS
 from corral.lab.report.bench import headline, timeline
-from corral.use.batch.inspect import inspect
-from corral.use.batch.results import failure_groups, rows_of
-from corral.use.batch.spec import known_outputs
+from corral.use.batch.core.folder import known_outputs
+from corral.use.batch.inspect import failure_groups, inspect, rows_of
 
 _CUTS = (*range(0, 100, 2), 99, 100)  # percentiles of a drawn distribution
 _MOST_ROWS = 200

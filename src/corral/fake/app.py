@@ -28,12 +28,12 @@ import msgspec
 from corral.base.errors import CorralError
 from corral.client.http1 import response
 from corral.fake import words
-from corral.fake.ask import Ask, FakeRefusedError, messages_text, read_ask
 from corral.fake.connection import FakeConnection, FakeRequest
 from corral.fake.exchange import Context, FakeExchange, refuse
 from corral.fake.faults import Fault, FaultBook, parse_fault
 from corral.fake.metrics import Metrics, TruthLog
 from corral.fake.pace import FakeEngine, FakeJob, Pace
+from corral.fake.query import FakeRefusedError, Query, messages_text, read_query
 from corral.fake.shapes import dumps
 
 _BLOCK_BYTES = 64  # about 16 tokens: the block of the prefix cache
@@ -43,7 +43,7 @@ _decode = msgspec.json.Decoder().decode
 
 
 def _decoded(body: bytes) -> Any:
-    """A body's JSON; as in vLLM, also what only Python's own reader takes (NaN, half a surrogate pair)."""
+    """A body's JSON; as in vLLM, values that only Python's decoder accepts (NaN, half a surrogate pair) are read."""
     try:
         return _decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError):
@@ -52,7 +52,7 @@ def _decoded(body: bytes) -> Any:
 
 @dataclass(frozen=True)
 class FakeOptions:
-    """Everything that can be set."""
+    """The settings of the fake server."""
 
     model: str = "fake"
     host: str = "127.0.0.1"
@@ -103,11 +103,11 @@ class App:
         try:
             method, body = request.method, request.body
             path = request.path.partition(b"?")[0]
-            if self.key and path not in (b"/health", b"/ping", b"/version", b"/metrics"):
-                given = request.headers.get(b"authorization", b"")
-                if not hmac.compare_digest(given, self.key):
-                    self._json(to, {"error": "Unauthorized"}, 401)
-                    return
+            sent_key = request.headers.get(b"authorization", b"")
+            is_open = not self.key or path in (b"/health", b"/ping", b"/version", b"/metrics")
+            if not is_open and not hmac.compare_digest(sent_key, self.key):
+                self._json(to, {"error": "Unauthorized"}, 401)
+                return
             if path == b"/v1/completions" or path == b"/v1/chat/completions":
                 self._expect(method, b"POST")
                 self._complete(to, path == b"/v1/chat/completions", request, arrival)
@@ -121,7 +121,7 @@ class App:
         except FakeRefusedError as refused:
             refuse(to, refused)
         except Exception as error:
-            # A fault of the fake itself must look like a server error, not like a hang.
+            # a bug of the fake server must look like a server error, not like a hang
             traceback.print_exc()
             refuse(to, FakeRefusedError(500, f"fake server: {error}", "InternalServerError"))
 
@@ -130,8 +130,8 @@ class App:
         to.done()
 
     @staticmethod
-    def _expect(method: bytes, wanted: bytes) -> None:
-        if method != wanted:
+    def _expect(method: bytes, expected: bytes) -> None:
+        if method != expected:
             raise FakeRefusedError(405, "Method Not Allowed", "Method Not Allowed")
 
     def _body(self, body: bytes) -> dict[str, Any]:
@@ -160,51 +160,53 @@ class App:
         body = self._body(raw)
         self._check_model(body)
         options = self.options
-        ask = read_ask(body, chat, options.max_model_len)
+        query = read_query(body, chat, options.max_model_len)
         self.requests += 1
         fault = None
         if self.book.faults:
-            prompt = b"\n".join(ask.prompts)
-            fault = self.book.choose(self.requests, ask.keys[0] ^ zlib.crc32(raw), prompt)
-        given = request.headers.get(b"x-request-id")
-        name = re.sub(r"[^\w.:-]", "", given.decode("latin-1")) if given else f"{ask.keys[0]:016x}"
+            prompt = b"\n".join(query.prompts)
+            fault = self.book.choose(self.requests, query.keys[0] ^ zlib.crc32(raw), prompt)
+        sent_id = request.headers.get(b"x-request-id")
+        name = re.sub(r"[^\w.:-]", "", sent_id.decode("latin-1")) if sent_id else f"{query.keys[0]:016x}"
         exchange = FakeExchange(
-            self._context, to, ask, ("chatcmpl-" if chat else "cmpl-") + name, fault, arrival, self.requests
+            self._context, to, query, ("chatcmpl-" if chat else "cmpl-") + name, fault, arrival, self.requests
         )
         if fault is not None and exchange.strikes_at_once(fault):
             return
-        answers = [self._answer(ask, i, c, fault) for i in range(len(ask.prompts)) for c in range(ask.n)]
-        cached = self._cached(ask) if options.prefix_cache and ask.prompt_logprobs is None else 0
-        prompt_tokens = sum(ask.prompt_tokens)
+        answers = [self._answer(query, i, c, fault) for i in range(len(query.prompts)) for c in range(query.n)]
+        cached = self._cached(query) if options.prefix_cache and query.prompt_logprobs is None else 0
+        prompt_tokens = sum(query.prompt_tokens)
         self.metrics.prompt_tokens += prompt_tokens
         self.metrics.prefix_queries += prompt_tokens
         self.metrics.prefix_hits += cached
         steps = max(a.count for a in answers)
-        job = FakeJob(exchange, len(answers), steps, prompt_tokens, prompt_tokens - cached, ask.stream, ask.keys[0])
+        job = FakeJob(
+            exchange, len(answers), steps, prompt_tokens, prompt_tokens - cached, query.stream, query.keys[0]
+        )
         if fault is not None and fault.kind == "slow":
             job.slow = fault.factor or 10.0
         exchange.begin(answers, job, cached, instant=self.engine.pace.instant and job.slow == 1)
         self.engine.submit(job, arrival)
 
-    def _answer(self, ask: Ask, index: int, choice: int, fault: Fault | None) -> words.Answer:
-        key = (ask.keys[index] + choice * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
-        limit = ask.limit(index, self.options.max_model_len)
+    def _answer(self, query: Query, index: int, choice: int, fault: Fault | None) -> words.Answer:
+        key = (query.keys[index] + choice * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+        limit = query.limit(index, self.options.max_model_len)
         natural = None
-        if self.options.answer_tokens and not ask.ignore_eos:
+        if self.options.answer_tokens and not query.ignore_eos:
             low, high = self.options.answer_tokens
-            natural = max(low + (key >> 30) % (high - low + 1), ask.min_tokens)
+            natural = max(low + (key >> 30) % (high - low + 1), query.min_tokens)
         kind = fault.kind if fault else ""
         if kind == "length" and fault:
             limit = max(1, int(limit * (fault.factor or 0.5)))
-        answer = words.answer(key, 0 if kind == "zero" else limit, natural, ask.stops)
+        answer = words.answer(key, 0 if kind == "zero" else limit, natural, query.stops)
         if kind == "zero":
             answer.finish_reason = "stop"
         return answer
 
-    def _cached(self, ask: Ask) -> int:
-        """How many prompt tokens start as an earlier prompt did, in whole blocks."""
+    def _cached(self, query: Query) -> int:
+        """How many prompt tokens are in the prefix cache, in whole blocks."""
         cache, hits = self._cache, 0
-        for text, count in zip(ask.prompts, ask.prompt_tokens, strict=True):
+        for text, count in zip(query.prompts, query.prompt_tokens, strict=True):
             chain, known, blocks = 0, True, 0
             for at in range(0, len(text) - _BLOCK_BYTES + 1, _BLOCK_BYTES):
                 chain = zlib.crc32(text[at : at + _BLOCK_BYTES], chain) | at << 32

@@ -1,4 +1,4 @@
-"""One client of the fake server: keep-alive, pipelining, answers in tiny pieces when a fault asks for it."""
+"""One connection of the fake server: keep-alive, pipelining, answers in tiny pieces when a fault asks for it."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class FakeRequest(NamedTuple):
     body: bytes
 
 
-class Handler(Protocol):
-    """Who answers requests: `handle` must end in `FakeConnection.send` and `FakeConnection.done`, now or later."""
+class RequestHandler(Protocol):
+    """Answers requests: `handle` must end in `FakeConnection.send` and `FakeConnection.done`, now or later."""
 
     connections: set[FakeConnection]
 
@@ -37,7 +37,7 @@ class Handler(Protocol):
 class FakeConnection(asyncio.Protocol):
     """One client connection; requests on it are answered one after the other."""
 
-    def __init__(self, handler: Handler) -> None:
+    def __init__(self, handler: RequestHandler) -> None:
         self.handler = handler
         self.transport: asyncio.Transport | None = None
         self.on_lost: object = None  # the exchange to tell when the client goes away
@@ -77,7 +77,7 @@ class FakeConnection(asyncio.Protocol):
         if self._waiting_bytes > _MAX_WAITING_BYTES:
             self.reset()
 
-    # What the reader tells
+    # Called by the reader
 
     def request(self, method: bytes, target: bytes, http_10: bool, headers: Headers) -> None:
         self._head = method, target
@@ -94,7 +94,7 @@ class FakeConnection(asyncio.Protocol):
         self._waiting.append(FakeRequest(*self._head, self._reader.named, keep, body))
 
     def _next(self) -> None:
-        """Answer what waits, in a loop: one that is answered at once must not lead to a call in a call."""
+        """Answer the waiting requests, in a loop, so that instant answers do not nest calls."""
         self._answering = True
         try:
             while self._waiting and not self._busy and self.transport is not None:
@@ -121,7 +121,7 @@ class FakeConnection(asyncio.Protocol):
             self._pump()
 
     def done(self) -> None:
-        """The current request is answered: take the next one."""
+        """The current request is answered: begin the next one."""
         self.on_lost = None
         self._busy = False
         self.split_bytes = 0

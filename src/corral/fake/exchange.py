@@ -1,4 +1,4 @@
-"""One request on its way to being answered: writes the tokens, or breaks off where a fault says."""
+"""The answer to one request: its tokens are written as they are due, or it breaks off where a fault says."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from corral.client.errors import error_body
 from corral.client.http1 import response
-from corral.fake.ask import Ask, FakeRefusedError
 from corral.fake.connection import FakeConnection
 from corral.fake.faults import Fault
 from corral.fake.metrics import Metrics, TruthLog
 from corral.fake.pace import FakeEngine, FakeJob
-from corral.fake.shapes import FakeStream, error_event, framed, full_body
+from corral.fake.query import FakeRefusedError, Query
+from corral.fake.shapes import FakeStream, dumps, framed, full_body
 from corral.fake.words import Answer
 
 _STREAM_HEAD = (
@@ -25,7 +26,7 @@ _KINDS = {400: "BadRequestError", 429: "Too Many Requests", 503: "ServiceUnavail
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What an exchange needs of the server that it belongs to."""
+    """The parts of the server that an exchange uses."""
 
     model: str
     created: int
@@ -36,9 +37,9 @@ class Context:
 
 
 def refuse(to: FakeConnection, refused: FakeRefusedError) -> None:
-    """Answer a request with an error, as the engine would."""
+    """Answer a request with an error, as vLLM does."""
     extra = b"retry-after: %g\r\n" % refused.retry_after if refused.retry_after else b""
-    to.send(response(refused.status, refused.body(), extra=extra))
+    to.send(response(refused.status, dumps(refused.body()), extra=extra))
     to.done()
 
 
@@ -46,21 +47,33 @@ class FakeExchange:
     """The engine's sink for one request."""
 
     __slots__ = (
-        "_answers", "_ask", "_break_at", "_cached", "_context", "_fault", "_instant", "_job", "_name", "_number",
-        "_parts", "_stream", "_to", "arrival_ns",
+        "_answers",
+        "_break_at",
+        "_cached",
+        "_context",
+        "_fault",
+        "_instant",
+        "_job",
+        "_name",
+        "_number",
+        "_parts",
+        "_query",
+        "_stream",
+        "_to",
+        "arrival_ns",
     )  # fmt: skip
 
     def __init__(
         self,
         context: Context,
         to: FakeConnection,
-        ask: Ask,
+        query: Query,
         name: str,
         fault: Fault | None,
         arrival_ns: int,
         number: int,
     ) -> None:
-        self._context, self._to, self._ask, self._name, self._fault = context, to, ask, name, fault
+        self._context, self._to, self._query, self._name, self._fault = context, to, query, name, fault
         self.arrival_ns, self._number = arrival_ns, number
         self._answers: list[Answer] = []
         self._job: FakeJob | None = None
@@ -81,9 +94,9 @@ class FakeExchange:
             self._to.reset()
         elif kind == "hang" and fault.when == "before":
             pass
-        elif kind == "error" and not self._ask.stream:
+        elif kind == "error" and not self._query.stream:
             refuse(self._to, FakeRefusedError(500, "Internal server error", "InternalServerError"))
-        elif kind == "garbage" and not self._ask.stream:
+        elif kind == "garbage" and not self._query.stream:
             self._to.send(response(200, b'{"id":"cmpl-garbage","choices":[{"text": <html>'))
             self._to.done()
         else:
@@ -94,16 +107,16 @@ class FakeExchange:
         return True
 
     def begin(self, answers: list[Answer], job: FakeJob, cached: int, instant: bool) -> None:
-        """Take the answers that the engine will now pace."""
+        """Set the answers whose tokens the engine now paces."""
         self._answers, self._job, self._cached, self._instant = answers, job, cached, instant
         self._to.on_lost = self
         fault = self._fault
         if fault is not None and fault.kind in _MID:
             self._break_at = fault.at if fault.at >= 0 else job.steps // 2
             self._break_at = min(self._break_at, max(0, job.steps - 1))
-        if self._ask.stream:
+        if self._query.stream:
             context = self._context
-            self._stream = FakeStream(self._ask, self._name, context.created, context.model, answers)
+            self._stream = FakeStream(self._query, self._name, context.created, context.model, answers)
             self._write(_STREAM_HEAD)
 
     def emit(self, step: int, now: int) -> None:
@@ -112,7 +125,9 @@ class FakeExchange:
         if stream is None:
             return
         if step == 1:
-            self._write(stream.opening() + stream.step(1) if self._ask.chat else stream.step(1), self._break_at == 0)
+            self._write(
+                stream.opening() + stream.step(1) if self._query.chat else stream.step(1), self._break_at == 0
+            )
         elif step - 1 != self._break_at:
             self._write(stream.step(step))
         if step - 1 == self._break_at:
@@ -152,7 +167,7 @@ class FakeExchange:
             for answer in self._answers:
                 keep = min(answer.count, max(0, self._break_at))
                 answer.texts, answer.finish_reason = answer.texts[:keep], "abort"
-        body = full_body(self._ask, self._name, context.created, context.model, self._answers)
+        body = full_body(self._query, self._name, context.created, context.model, self._answers)
         whole = response(200, body)
         if fault is None or fault.kind not in ("reset", "cut", "hang"):
             self._to.send(whole)
@@ -181,7 +196,10 @@ class FakeExchange:
             else:
                 to.close()
         elif fault.kind == "error":
-            to.send(framed(error_event("Internal server error")) + b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
+            to.send(
+                framed(dumps(error_body("Internal server error", "InternalServerError", 500)))
+                + b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
+            )
             to.done()
         elif fault.kind == "garbage":
             to.send(framed(b'{"id":"cmpl-garbage","choices":[{"te'))
@@ -194,7 +212,7 @@ class FakeExchange:
     def _bare_event(self, finish: str) -> bytes:
         """A chunk without text that ends the answer."""
         assert self._stream is not None
-        text = b'"delta":{"content":""}' if self._ask.chat else b'"text":""'
+        text = b'"delta":{"content":""}' if self._query.chat else b'"text":""'
         end = b'"logprobs":null,"finish_reason":"%b","stop_reason":null,"token_ids":null' % finish.encode()
         return framed(b'%b,"choices":[{"index":0,%b,%b}]}' % (self._stream.top, text, end))
 
@@ -211,22 +229,22 @@ class FakeExchange:
             metrics.queue.add((start - self.arrival_ns) / 1e9)
             metrics.ttft.add((first - self.arrival_ns) / 1e9)
             metrics.e2e.add((now - self.arrival_ns) / 1e9)
-            metrics.prompts.add(sum(self._ask.prompt_tokens))
+            metrics.prompts.add(sum(self._query.prompt_tokens))
             metrics.outputs.add(tokens)
             if job.steps > 1:
                 metrics.itl.add((now - first) / 1e9 / (job.steps - 1), job.steps - 1)
         if self._context.log.wanted:
-            self._write_down(start, first, now, tokens, finish)
+            self._write_log(start, first, now, tokens, finish)
 
-    def _write_down(self, start: int, first: int, now: int, tokens: int, finish: str) -> None:
-        ask = self._ask
+    def _write_log(self, start: int, first: int, now: int, tokens: int, finish: str) -> None:
+        query = self._query
         fault = b'"%b"' % self._fault.kind.encode() if self._fault else b"null"
         self._context.log.add(
             b'{"n":%d,"id":"%b","chat":%b,"stream":%b,"arrival_ns":%d,"start_ns":%d,"first_ns":%d,"last_ns":%d,'
             b'"prompt_tokens":%d,"cached_tokens":%d,"completion_tokens":%d,"finish":"%b","fault":%b}\n'
             % (
-                self._number, self._name.encode(), b"true" if ask.chat else b"false",
-                b"true" if ask.stream else b"false", self.arrival_ns, start, first, now, sum(ask.prompt_tokens),
+                self._number, self._name.encode(), b"true" if query.chat else b"false",
+                b"true" if query.stream else b"false", self.arrival_ns, start, first, now, sum(query.prompt_tokens),
                 self._cached, tokens, finish.encode(), fault,
             )
         )  # fmt: skip

@@ -1,8 +1,6 @@
-"""Counters of the fake server, and their Prometheus text under vLLM's names.
+"""The fake server's counters, their Prometheus text under vLLM's names, and its log of true times (lines: see `app`).
 
-The inter-token histogram takes each request's mean as often as it had gaps: its sum and count are exact.
-
-The fake server's log of true times (its lines are described in `app`).
+The inter-token histogram counts each request's mean as often as it had gaps: its sum and count are exact.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ LENGTH_BOUNDS = tuple(float(m * 10**e) for e in range(5) for m in (1, 2, 5))  # 
 
 @dataclass(slots=True)
 class Metrics:
-    """What the server has done since it started."""
+    """Counts since the server started."""
 
     prompt_tokens: int = 0
     generation_tokens: int = 0
@@ -61,7 +59,7 @@ class Metrics:
 
 
 class TruthLog:
-    """Appends lines to a file in blocks, so that logging costs a request next to nothing."""
+    """Appends lines to a file in blocks, so that a logged request costs little."""
 
     def __init__(self, path: Path | None) -> None:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644) if path else -1

@@ -32,7 +32,7 @@ _SECOND = 1_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How fast the fake engine is, and how much it can take."""
+    """The speed and the capacity of the fake engine."""
 
     ttft_s: float = 0.0
     itl_s: float = 0.0
@@ -55,7 +55,7 @@ class Pace:
 
 
 class Sink(Protocol):
-    """Who takes a job's tokens."""
+    """Receives a job's tokens."""
 
     def emit(self, step: int, now: int) -> None: ...
 
@@ -84,7 +84,7 @@ class FakeJob:
 
 
 class FakeEngine:
-    """Lets jobs run at a set pace; knows what is running, waiting and held in the cache."""
+    """Runs jobs at a set pace; counts what is running, waiting and held in the cache."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, pace: Pace) -> None:
         self.pace = pace
@@ -108,7 +108,7 @@ class FakeEngine:
         self._alarm.close()
 
     def submit(self, job: FakeJob, now: int) -> None:
-        """Take a job; its sink is called from now on, possibly before this returns."""
+        """Begin or queue a job; its sink is called from now on, possibly before this returns."""
         if self.pace.requests_per_s:
             self._gate_ns = max(now, self._gate_ns)
             job.due = self._gate_ns
@@ -242,7 +242,7 @@ class FakeEngine:
             self._start(self._queue.popleft(), now, at_once=False)
 
     def _overflows(self, job: FakeJob) -> bool:
-        """Preempt the youngest jobs until the cache fits; say whether `job` itself was one of them."""
+        """Preempt the youngest jobs until the cache fits; whether `job` itself was one of them."""
         while self.kv_used > self.pace.kv_tokens and self.running_jobs > 1:
             victim = self._young[-1]
             self._leave(victim)

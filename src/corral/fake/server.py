@@ -73,7 +73,7 @@ class FakeServer:
         self._call(change)
 
     def _call(self, what: Callable[[App], None]) -> None:
-        """Do something inside the server's loop, and wait until it is done."""
+        """Run a function inside the server's loop, and wait for its end."""
         app, done = self.app, threading.Event()
         assert self._loop is not None
         assert app is not None
@@ -114,7 +114,7 @@ async def serve(options: FakeOptions, stop: asyncio.Event, ready: Callable[[App,
         stop.set()
 
     app = App(options, loop, die)
-    words.tape()  # now, not in the first request: its log would show a first token late by as long
+    words.tape()  # built now: it would delay the first token of the first request
     listener = _listen(options)
     host, port = listener.getsockname()[:2]
     server = await loop.create_server(lambda: FakeConnection(app), sock=listener, backlog=4096)
@@ -160,7 +160,7 @@ async def _flush(app: App) -> None:
 
 
 async def _flap(app: App, server: asyncio.Server, address: tuple[str, int]) -> asyncio.Server:
-    """Close the door for a while, again and again, as long as a `flap` fault is set; returns the open server."""
+    """Stop listening for a while, again and again, as long as a `flap` fault is set; returns the open server."""
     loop = asyncio.get_running_loop()
     with contextlib.suppress(asyncio.CancelledError):
         while True:
@@ -217,7 +217,7 @@ def run(options: FakeOptions, until_eof: bool = False) -> int:
 
         def ready(_: App, url: str) -> None:
             gc.collect()
-            gc.freeze()  # what is here stays: a full collection would stop the clock for all requests
+            gc.freeze()  # a full collection would delay all requests
             print(json.dumps({"url": url, "pid": os.getpid(), "model": options.model}), flush=True)  # noqa: T201
 
         died = await serve(options, stop, ready)

@@ -168,7 +168,7 @@ class Ranked:
 
 
 def ranked(before: int, token: int, text: str, count: int, rank: int | None = None) -> list[Ranked]:
-    """The token that was taken (rank by hash unless given), then the `count` likeliest, as vLLM orders them."""
+    """The generated token (its rank from a hash unless given), then the `count` likeliest, in vLLM's order."""
     seed = zlib.crc32(b"%d,%d" % (before, token))
     top = 0.5 + (seed & 0xFFFF) / 0xFFFF * 0.49
     taken = rank or 1 + (seed >> 16 & 7)

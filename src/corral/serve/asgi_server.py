@@ -16,8 +16,8 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from corral.base.errors import ConflictError
+from corral.client.errors import error_body
 from corral.client.http1 import LARGEST_HEAD_BYTES, response
-from corral.serve.errors import error_body
 
 _PATH = re.compile(r"(?<![\w:/.~-])/(?:[^\s/'\"`]+/)+")
 

@@ -282,7 +282,7 @@ def _trace(workload: Workload, words: Vocabulary) -> list[Prompt]:
 
 def _batch(workload: Workload, _: Vocabulary) -> list[Prompt]:
     """Rows as `corral batch` reads them: whole requests, or prompts and messages with their parameters."""
-    from corral.use.batch.input.recipe import PLAIN, Recipe, asked_tokens  # only this dataset needs it
+    from corral.use.batch.input.recipe import PLAIN, Recipe, max_answer_tokens  # only this dataset needs it
 
     prompts, recipe = [], Recipe()
     for number, line in _texts(workload):
@@ -295,7 +295,9 @@ def _batch(workload: Workload, _: Vocabulary) -> list[Prompt]:
             raise DataError(
                 f"line {number} of {workload.file} {error}.", "Correct the line, or leave it out."
             ) from error
-        prompts.append(Prompt("", None, asked_tokens(body), body={k: v for k, v in body.items() if k != "model"}))
+        prompts.append(
+            Prompt("", None, max_answer_tokens(body), body={k: v for k, v in body.items() if k != "model"})
+        )
         if len(prompts) == workload.num_prompts:
             break
     return prompts

@@ -1,4 +1,4 @@
-"""What a batch shows: one live line on a terminal, plain lines elsewhere, JSON lines for programs, a summary."""
+"""What a batch prints: one live line on a terminal, plain lines elsewhere, JSON lines for programs, a summary."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from corral.lab.report import tables
 from corral.lab.report.screen import PhaseScreen, print_json, since, tell
 
 if TYPE_CHECKING:
-    from corral.use.batch.batch import Result
+    from corral.use.batch.batch import BatchResult
     from corral.use.batch.core.runner import Counts, Runner
     from corral.use.batch.inspect import BatchStatus, Checked
-    from corral.use.batch.jobs.submit import SubmittedBatch
+    from corral.use.batch.jobs import SubmittedBatch
 
 PROGRESS_EVERY_S, WAITING_EVERY_S = 5.0, 60.0  # a line where there is no terminal
 
@@ -35,7 +35,7 @@ class Screen:
         self._live = sys.stderr.isatty() and not as_json
         self.phases = PhaseScreen(quiet=as_json)
         self._began = time.monotonic()
-        self._told = self._began - 4.0
+        self._shown_at = self._began - 4.0
         self._drawn = False
         self._seen: deque[tuple[float, int, int, int]] = deque(maxlen=100)  # time, rows, prompt and output tokens
 
@@ -59,9 +59,9 @@ class Screen:
     def tick(self, counts: Counts, runner: Runner) -> None:
         now = time.monotonic()
         plain_s = WAITING_EVERY_S if runner.waiting_for else PROGRESS_EVERY_S
-        if now - self._told < (0.2 if self._live else 1.0 if self._json else plain_s):
+        if now - self._shown_at < (0.2 if self._live else 1.0 if self._json else plain_s):
             return
-        self._told = now
+        self._shown_at = now
         done = counts.before + counts.fine + counts.failed  # other runners' too
         self._seen.append((now, done, counts.prompt_tokens, counts.output_tokens))
         values = self._values(counts, runner)
@@ -74,7 +74,7 @@ class Screen:
         else:
             tell(f"[{now - self._began:7.1f} s] {progress_line(values)}", err=True)
 
-    def summary(self, result: Result) -> None:
+    def summary(self, result: BatchResult) -> None:
         if self._json:
             tell(json.dumps({"event": "summary", **result.to_json()}, ensure_ascii=False))
             return
@@ -108,39 +108,39 @@ class Screen:
 
 
 def progress_line(v: dict[str, Any], width: int | None = None) -> str:
-    """What people ask first stands first; on a narrow terminal the rest is left out, whole words at a time."""
+    """The progress in one line, the most important first; a narrow terminal leaves out the rest."""
     share = 100 * v["done"] / v["rows"] if v["rows"] else 100
-    words = [f"{v['done']:,}/{v['rows']:,} rows ({share:.0f}%)"]
+    parts = [f"{v['done']:,}/{v['rows']:,} rows ({share:.0f}%)"]
     if v["eta_s"] is not None:
-        words.append(f"{duration(v['eta_s'])} left")
+        parts.append(f"{duration(v['eta_s'])} left")
     if v["failed"]:
-        words.append(f"{v['failed']:,} failed")
+        parts.append(f"{v['failed']:,} failed")
     if v["waiting_for"]:
-        return ", ".join([*words, f"waiting: {v['waiting_for']}"])[:width]
-    words.append(f"{v['in_flight']} under way")
+        return ", ".join([*parts, f"waiting: {v['waiting_for']}"])[:width]
+    parts.append(f"{v['in_flight']} under way")
     if v["rows_per_s"]:
-        words.append(f"{v['rows_per_s']:,.1f} rows/s")
-        words.append(f"{v['output_tokens_per_s']:,.0f} tok/s out")
-        words.append(f"{v['prompt_tokens_per_s']:,.0f} in")
+        parts.append(f"{v['rows_per_s']:,.1f} rows/s")
+        parts.append(f"{v['output_tokens_per_s']:,.0f} tok/s out")
+        parts.append(f"{v['prompt_tokens_per_s']:,.0f} in")
     if v["kv_use"] is not None:
-        words.append(f"KV {100 * v['kv_use']:.0f}%")
+        parts.append(f"KV {100 * v['kv_use']:.0f}%")
     if v["retries"]:
-        words.append(f"{v['retries']:,} retries")
+        parts.append(f"{v['retries']:,} retries")
     if width is None:
-        return ", ".join(words)
-    line = words[0]
-    for word in words[1:]:
-        if len(line) + len(word) + 2 <= width:
-            line += f", {word}"
+        return ", ".join(parts)
+    line = parts[0]
+    for part in parts[1:]:
+        if len(line) + len(part) + 2 <= width:
+            line += f", {part}"
     return line[:width]
 
 
-def _print_summary(result: Result) -> None:
+def _print_summary(result: BatchResult) -> None:
     columns = shutil.get_terminal_size().columns if sys.stderr.isatty() else None
     tell("\n".join(summary_lines(result, columns)), err=True)
 
 
-def summary_lines(result: Result, columns: int | None) -> list[str]:
+def summary_lines(result: BatchResult, columns: int | None) -> list[str]:
     """How a run ended."""
     s = result.summary
     done = s.before + s.fine + s.failed
@@ -153,7 +153,7 @@ def summary_lines(result: Result, columns: int | None) -> list[str]:
     return [*tables.wrapped(head, columns), *tables.fact_lines(_summary_facts(result), columns, indent="  ")]
 
 
-def _summary_facts(result: Result) -> list[tuple[str, str]]:
+def _summary_facts(result: BatchResult) -> list[tuple[str, str]]:
     s = result.summary
     facts = []
     if s.fine or s.failed:
@@ -177,19 +177,19 @@ def _summary_facts(result: Result) -> list[tuple[str, str]]:
     return facts
 
 
-def print_status(standing: BatchStatus, as_json: bool) -> None:
-    """How a job stands."""
+def print_status(status: BatchStatus, as_json: bool) -> None:
+    """The status of a batch."""
     if as_json:
-        print_json(standing)
+        print_json(status)
         return
-    click.echo("\n".join(status_lines(standing, tables.room())))
+    click.echo("\n".join(status_lines(status, tables.room())))
 
 
-def status_lines(standing: BatchStatus, columns: int | None) -> list[str]:
-    """How a job stands, who works on it, and how to go on."""
-    who = ", ".join(f"process {one.pid} on {one.host}" for one in standing.runners)
-    head = f"{standing.output}: {standing.state}" + (f" ({who})" if who else "")
-    facts = tables.fact_lines(_status_facts(standing), columns, indent="  ")
+def status_lines(status: BatchStatus, columns: int | None) -> list[str]:
+    """The status of a batch, who works on it, and how to continue."""
+    who = ", ".join(f"process {one.pid} on {one.host}" for one in status.runners)
+    head = f"{status.output}: {status.state}" + (f" ({who})" if who else "")
+    facts = tables.fact_lines(_status_facts(status), columns, indent="  ")
     return [*tables.wrapped(head, columns, rest="    "), *facts]
 
 
@@ -214,7 +214,7 @@ def _status_facts(s: BatchStatus) -> list[tuple[str, str]]:
 
 
 def print_submitted(queued: SubmittedBatch, as_json: bool) -> None:
-    """What is in the queue now, and how to follow it."""
+    """The jobs that were queued, and how to follow them."""
     if as_json:
         tell(json.dumps({"event": "queued", "jobs": queued.jobs, "rows": queued.rows, "done": queued.done}))
         return
@@ -229,18 +229,18 @@ def print_submitted(queued: SubmittedBatch, as_json: bool) -> None:
 
 
 def wait_for_jobs(output: str, poll_s: float = 2.0) -> int:
-    """Follow a batch in a queue until it is done, or nobody works on it any more."""
+    """Follow a queued batch until it is done, or no job works on it any more."""
     from corral.base.errors import LaunchError
     from corral.use.batch.inspect import inspect
 
-    told = ""
+    shown = ""
     while True:
         now = inspect(output)
         done = now.fine + now.failed
         line = f"{now.state}: {done:,} of {now.rows:,} rows" + "".join(f"; {j.text}" for j in now.jobs if not j.ended)
-        if line != told:
+        if line != shown:
             tell(line, err=True)
-            told = line
+            shown = line
         if now.done:
             return 1 if now.failed else 0
         if not now.runners and all(job.over for job in now.jobs):
@@ -254,7 +254,7 @@ def wait_for_jobs(output: str, poll_s: float = 2.0) -> int:
 def print_check(checked: Checked, as_json: bool) -> None:
     """Every kind of problem of an input, with its first line."""
     from corral.base.errors import DataError
-    from corral.use.batch.input.check import alike
+    from corral.use.batch.input.check import more_rows
 
     if as_json:
         print_json(checked)
@@ -262,7 +262,7 @@ def print_check(checked: Checked, as_json: bool) -> None:
         kinds = Counter(problem.text for problem in checked.problems)
         for problem in checked.problems:
             if count := kinds.pop(problem.text, 0):
-                click.echo(f"line {problem.line} {problem.text}{alike(count)}")
+                click.echo(f"line {problem.line} {problem.text}{more_rows(count)}")
     if checked.problems:
         raise DataError(
             f"{len(checked.problems)} of {checked.rows} rows cannot be used.",

@@ -11,8 +11,8 @@ import time
 from collections import deque
 from typing import Protocol, cast
 
+from corral.client.errors import error_body
 from corral.client.http1 import BadMessageError, Headers, HeadTooLongError, RequestReader, has_token, response
-from corral.serve.errors import error_body
 from corral.serve.gateway.relay import Relay, RelayHost
 from corral.serve.gateway.request import ForwardedRequest, Request
 

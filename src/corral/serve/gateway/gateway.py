@@ -17,10 +17,10 @@ from functools import partial
 from typing import Any
 
 from corral.base.record import nearest
+from corral.client.errors import error_body
 from corral.client.http1 import http_url, response
 from corral.client.pool import open_files
 from corral.deploy.deployment.state import ENDED, State
-from corral.serve.errors import error_body
 from corral.serve.gateway import pages
 from corral.serve.gateway.client_connection import ClientConnection
 from corral.serve.gateway.member import Member, MemberReading

@@ -16,9 +16,9 @@ from statistics import median
 from typing import Protocol
 from urllib.parse import quote, urlsplit
 
-from corral.client.doorkeeper import PeerCheck
 from corral.client.http1 import BadMessageError, Headers
 from corral.client.metrics import Reading
+from corral.client.peer_check import PeerCheck
 from corral.client.wire import HttpConnection
 from corral.deploy.deployment.fleet import Judgement
 from corral.deploy.deployment.state import State

@@ -17,10 +17,9 @@ import time
 from dataclasses import dataclass
 from typing import Protocol
 
-from corral.client.errors import StrangerError
+from corral.client.errors import StrangerError, error_body
 from corral.client.http1 import LAST_CHUNK, Headers, chunk, response, status_line
 from corral.deploy.deployment.state import State
-from corral.serve.errors import error_body
 from corral.serve.gateway.member import Member, MemberConnection
 from corral.serve.gateway.pages import Figures
 from corral.serve.gateway.request import ForwardedRequest, Request, forwarded_headers

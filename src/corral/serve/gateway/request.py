@@ -11,8 +11,8 @@ import json
 import time
 from typing import NamedTuple, Protocol
 
+from corral.client.errors import error_body
 from corral.client.http1 import Headers
-from corral.serve.errors import error_body
 from corral.serve.gateway.member import Member
 from corral.serve.gateway.policies import OUTPUT_WEIGHT
 from corral.serve.gateway.pool import ModelPool

@@ -1,15 +1,12 @@
-"""`corral batch` as a function: one pipeline from an order to its result.
+"""`corral batch` as a function, and `corral.batch` for Python programs: a pipeline from a spec to its result.
 
-    serve      who answers: servers that are there, a model that is started, engines of a Ray cluster (`serving`)
-    begin      check the input, compare it with what was asked before, take a share of the rows
-    run        give every row of the share its one result line
+    serve      find the servers, start a model, or use the engines of a Ray cluster (`serving`)
+    begin      check the input, compare it with the earlier spec, get the rows that this runner may do
+    run        give each of these rows its one result line
     finish     make the output
     keep       write down how it ended
 
-Who feeds the pipeline is a strategy: a lone runner that holds the lock (`Alone`) or one of several that share the
-rows (`corral.use.batch.sharing`).
-
-`corral.batch`: a file of prompts through a model, from Python, with the promises of `corral batch`.
+A runner works alone and holds the lock (`SoleRunner`), or shares the rows with others (`shared.SharedRunner`).
 """
 
 from __future__ import annotations
@@ -35,17 +32,28 @@ from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.lifecycle.deployments import plan_of
 from corral.deploy.lifecycle.watching import Lines
 from corral.use.batch.core.folder import BatchFolder, BatchLock
-from corral.use.batch.core.run import BatchState, Listener, Quiet, RunSummary, Share, whole_share
+from corral.use.batch.core.run import Assignment, BatchState, Listener, Quiet, RunSummary, whole_assignment
 from corral.use.batch.core.runner import Counts, Runner, RunnerSettings
 from corral.use.batch.core.table import RowReader, save_json
+from corral.use.batch.in_process import FrontEndWatch
 from corral.use.batch.input.recipe import Recipe
-from corral.use.batch.serving import BatchServers, FrontEndWatch, ModelToStart, Served, served_for, where_record
-from corral.use.batch.sharing.shared import Sharing, Together
-from corral.use.batch.spec import ORDERS, BatchOrder, Prepared, folder_of, load_record, prepare, source_of
+from corral.use.batch.serving import Served, served_for
+from corral.use.batch.shared import SharedRunner, Sharing
+from corral.use.batch.spec import (
+    ROW_ORDERS,
+    BatchServers,
+    BatchSpec,
+    ModelToStart,
+    PreparedBatch,
+    folder_of,
+    load_record,
+    prepare,
+    source_of,
+)
 
 
 @dataclass(frozen=True)
-class Result:
+class BatchResult:
     """How a batch ended, for people and programs."""
 
     summary: RunSummary
@@ -65,7 +73,7 @@ class Result:
 
 
 class BatchJournal:
-    """A listener that also writes notes into the job's journal."""
+    """A listener that also writes notes into the batch's journal."""
 
     def __init__(self, folder: BatchFolder, inner: Listener) -> None:
         self._folder, self._inner = folder, inner
@@ -79,9 +87,9 @@ class BatchJournal:
         self._inner.tick(counts, runner)
 
 
-def carry_out(
-    order: BatchOrder,
-    where: BatchServers,
+def run_batch(
+    spec: BatchSpec,
+    servers: BatchServers,
     settings: RunnerSettings,
     listener: Listener,
     *,
@@ -91,29 +99,28 @@ def carry_out(
     signals: bool = True,
     sharing: Sharing | None = None,
     serve: Serve | None = None,
-) -> Result:
+) -> BatchResult:
     """Begin a batch, or continue it; returns when it is done, stopped or cancelled.
 
-    With `sharing` this is one of several runners that work on it at once, each called like this. `serve` says who
-    serves the model when that cannot be told from `where`.
+    With `sharing`, this is one of several runners that work on the batch at once. `serve` replaces the way in which
+    `servers` are found or started.
     """
-    if row_order not in ORDERS:
-        raise UsageError(f"there is no order {row_order!r}.", f"Known: {', '.join(ORDERS)}.")
-    folder = folder_of(order.output, order.ordered)
-    if not folder.job.is_file():
-        source_of(order, folder)  # what is mistyped is told before a server is asked for, or a model planned
-    sharing, serve = sharing or Sharing(), serve or partial(served_for, where, order, reporter)
-    pipeline = _Pipeline(
-        folder, order, where_record(where), settings, BatchJournal(folder, listener), row_order, signals, serve
-    )
-    with _tidied(folder):
-        made, summary, names = _fed(pipeline, where, sharing)
-    return replace(_result(made, summary, names, price), runners=sharing.runners)
+    if row_order not in ROW_ORDERS:
+        raise UsageError(f"there is no order {row_order!r}.", f"Known: {', '.join(ROW_ORDERS)}.")
+    folder = folder_of(spec.output, spec.ordered)
+    if not folder.spec.is_file():
+        source_of(spec, folder)  # a mistyped input is refused before a server is asked or a model planned
+    sharing, serve = sharing or Sharing(), serve or partial(served_for, servers, spec, reporter)
+    journal = BatchJournal(folder, listener)
+    pipeline = _Pipeline(folder, spec, servers, settings, journal, row_order, signals, serve)
+    with _folder_made(folder):
+        batch, summary, names = _run(pipeline, sharing)
+    return replace(_result(batch, summary, names, price), runners=sharing.runners)
 
 
 @contextlib.contextmanager
-def _tidied(folder: BatchFolder) -> Iterator[None]:
-    """A folder for the job, which goes away again when the job is refused; errors of the disk are told as such."""
+def _folder_made(folder: BatchFolder) -> Iterator[None]:
+    """Make the batch's folder; remove it again when the batch is refused, and report errors of the disk as such."""
     new = not folder.path.exists()
     try:
         folder.create()
@@ -125,123 +132,117 @@ def _tidied(folder: BatchFolder) -> Iterator[None]:
             errno=error.errno,
         ) from error
     finally:
-        if new and not folder.job.exists():
+        if new and not folder.spec.exists():
             with contextlib.suppress(OSError):
                 folder.path.rmdir()
 
 
-def _fed(pipeline: _Pipeline, where: BatchServers, sharing: Sharing) -> _Ended:
-    """Run it alone, unless it is shared."""
+def _run(pipeline: _Pipeline, sharing: Sharing) -> _Ended:
+    """Run the batch alone, unless it is shared."""
     folder, journal = pipeline.folder, pipeline.journal
     if not sharing.wanted and not folder.shared.is_dir():
-        with BatchLock(folder.lock, pipeline.order.output) as lock:
+        with BatchLock(folder.lock, pipeline.spec.output) as lock:
             if not folder.shared.is_dir():  # others may have begun to share it just now
-                return pipeline.run(Alone(folder, lock, journal))
-    if where.offline is not None and sharing.counted and sharing.runners > 1:
+                return pipeline.run(SoleRunner(folder, lock, journal))
+    if pipeline.servers.start_model is not None and sharing.counted and sharing.runners > 1:
         raise UsageError(
             "--jobs shares a batch between runners, and each would start the model on these same nodes.",
             "Start the model once with `corral up` and let the runners use it: --deployment NAME --jobs N.",
         )
-    return pipeline.run(Together(folder, sharing, journal))
+    return pipeline.run(SharedRunner(folder, sharing, journal))
 
 
-class Feeder(Protocol):
-    """Who feeds the pipeline with rows."""
+class BatchRunner(Protocol):
+    """How a runner gets its rows: all of them under the lock, or blocks of a shared batch."""
 
     def begin(
-        self, order: BatchOrder, where: dict[str, Any], row_order: str, facts: dict[str, Any]
-    ) -> tuple[Prepared, contextlib.AbstractContextManager[Share]]:
-        """Check the input; the job, and the rows that this runner may do."""
+        self, spec: BatchSpec, servers: BatchServers, row_order: str, facts: dict[str, Any]
+    ) -> tuple[PreparedBatch, contextlib.AbstractContextManager[Assignment]]:
+        """Check the input; the batch, and the rows that this runner may do."""
 
-    def finish(self, made: Prepared, summary: RunSummary) -> RunSummary | None:
-        """Make the output when all is done; None when rows are missing after all and must be done again."""
+    def finish(self, batch: PreparedBatch, summary: RunSummary) -> RunSummary | None:
+        """Make the output when every row is done; None when rows are missing after all and must be done again."""
 
 
-class Alone:
-    """The only runner, who holds the job's lock all the time."""
+class SoleRunner:
+    """The only runner of a batch; it holds the batch's lock all the time."""
 
     def __init__(self, folder: BatchFolder, lock: BatchLock, listener: Listener) -> None:
         self._folder, self._lock, self._listener = folder, lock, listener
 
     def begin(
-        self, order: BatchOrder, where: dict[str, Any], row_order: str, facts: dict[str, Any]
-    ) -> tuple[Prepared, contextlib.AbstractContextManager[Share]]:
+        self, spec: BatchSpec, servers: BatchServers, row_order: str, facts: dict[str, Any]
+    ) -> tuple[PreparedBatch, contextlib.AbstractContextManager[Assignment]]:
         self._folder.sweep()
-        made = prepare(order, self._folder, where, **facts)
-        return made, whole_share(
+        batch = prepare(spec, self._folder, servers, **facts)
+        return batch, whole_assignment(
             self._folder,
-            made.table,
+            batch.table,
             self._lock,
             self._listener,
-            order=partial(made.in_order, row_order),
-            first=made.bad_rows(),
-            forget_failed=order.retry_failed,
+            row_order=partial(batch.in_order, row_order),
+            first=batch.bad_rows(),
+            forget_failed=spec.retry_failed,
         )
 
-    def finish(self, made: Prepared, summary: RunSummary) -> RunSummary:
+    def finish(self, batch: PreparedBatch, summary: RunSummary) -> RunSummary:
         if summary.done:
-            made.export()
+            batch.export()
         return summary
 
 
 Serve = Callable[[], contextlib.AbstractContextManager[Served]]
-_Ended = tuple[Prepared, RunSummary, Sequence[str]]  # the job, how it went, the deployments
+_Ended = tuple[PreparedBatch, RunSummary, Sequence[str]]  # with the names of the deployments
 
 
 @dataclass(frozen=True)
 class _Pipeline:
-    """What is asked, and how hard to try."""
+    """One run of a batch, from its spec to its end."""
 
     folder: BatchFolder
-    order: BatchOrder
-    where: dict[str, Any]
+    spec: BatchSpec
+    servers: BatchServers
     settings: RunnerSettings
     journal: BatchJournal
     row_order: str
     signals: bool
     serve: Serve
 
-    def run(self, feeder: Feeder) -> _Ended:
-        order, journal = self.order, self.journal
+    def run(self, runner: BatchRunner) -> _Ended:
+        spec, journal = self.spec, self.journal
         with self.serve() as served:
             while True:
-                made, taken = feeder.begin(order, self.where, self.row_order, served.facts)
-                journal.note(
-                    "begin", f"{counted(made.record.rows, 'row')}, {'continued' if made.continued else 'new batch'}"
-                )
-                _tell_short_answers(made, journal)
-                with _kept_state(self.folder, journal) as keep:
+                batch, rows = runner.begin(spec, self.servers, self.row_order, served.facts)
+                kind = "continued" if batch.continued else "new batch"
+                journal.note("begin", f"{counted(batch.record.rows, 'row')}, {kind}")
+                _note_short_answers(batch, journal)
+                with _state_kept(self.folder, journal) as keep:
                     watch = FrontEndWatch(journal, served.names)
-                    with taken as share:
-                        summary = served.run(share, made.work(), self.settings, watch, self.signals)
-                    if said := watch.advice():
-                        journal.note("advice", said)
-                    if ended := feeder.finish(made, summary):
+                    with rows as assignment:
+                        summary = served.run(assignment, batch.work(), self.settings, watch, self.signals)
+                    if advice := watch.advice():
+                        journal.note("advice", advice)
+                    if ended := runner.finish(batch, summary):
                         keep(ended)
-                        return made, ended, served.names
+                        return batch, ended, served.names
                 journal.note("repaired", "results were damaged on disk; their rows are done again")
-                order = replace(order, retry_failed=False, force=False)
+                spec = replace(spec, retry_failed=False, force=False)
 
 
-def _tell_short_answers(made: Prepared, journal: BatchJournal) -> None:
-    """A whole request that does not say how many tokens it wants gets 16 from vLLM, and nobody expects that."""
-    first = next((number for number in range(len(made.table)) if not made.table.flags[number]), None)
-    if first is None or made.continued:
+def _note_short_answers(batch: PreparedBatch, journal: BatchJournal) -> None:
+    """Warn that requests without `max_tokens` get 16 tokens from vLLM, which few users expect."""
+    first = next((number for number in range(len(batch.table)) if not batch.table.flags[number]), None)
+    if first is None or batch.continued:
         return
-    reader = RowReader(made.table)
-    try:
-        parsed = made.record.recipe.read(reader.raw(first), made.table.lines[first])
-    except CorralError:
-        return
-    finally:
-        reader.close()
-    if parsed.path != CHAT and not parsed.body.get("max_tokens"):
-        journal.note("note", "answers end after 16 tokens, vLLM's default: the requests name no max_tokens")
+    with contextlib.suppress(CorralError), contextlib.closing(RowReader(batch.table)) as reader:
+        parsed = batch.record.recipe.read(reader.raw(first), batch.table.lines[first])
+        if parsed.path != CHAT and not parsed.body.get("max_tokens"):
+            journal.note("note", "answers end after 16 tokens, vLLM's default: the requests name no max_tokens")
 
 
 @contextlib.contextmanager
-def _kept_state(folder: BatchFolder, journal: BatchJournal) -> Iterator[Callable[[RunSummary], None]]:
-    """Writes down how it ended."""
+def _state_kept(folder: BatchFolder, journal: BatchJournal) -> Iterator[Callable[[RunSummary], None]]:
+    """Write down how a run ends; gives the function to call with its summary."""
 
     def write(state: BatchState, details: Any) -> None:
         with contextlib.suppress(OSError):
@@ -259,18 +260,18 @@ def _kept_state(folder: BatchFolder, journal: BatchJournal) -> Iterator[Callable
         raise
 
 
-def _result(made: Prepared, summary: RunSummary, names: Sequence[str], price: float | None) -> Result:
-    folder = made.folder
+def _result(batch: PreparedBatch, summary: RunSummary, names: Sequence[str], price: float | None) -> BatchResult:
+    folder = batch.folder
     gpus = sum(_gpus(name) for name in names) or None
     hours = gpus * summary.wall_s / 3600 if gpus else None
     failed = folder.has_errors
     if not failed:
         folder.errors.unlink(missing_ok=True)
-    return Result(
+    return BatchResult(
         summary=summary,
         output=str(folder.output),
         errors=str(folder.errors) if failed else None,
-        model=made.record.model,
+        model=batch.record.model,
         gpus=gpus,
         gpu_hours=hours,
         cost=hours * price if hours is not None and price is not None else None,
@@ -282,10 +283,10 @@ def _gpus(name: str) -> int:
     return (plan.gpus if plan else None) or 0
 
 
-def again(output: str) -> tuple[BatchOrder, BatchServers]:
-    """The order and the place of an existing job, for `corral batch resume`."""
+def saved_spec(output: str) -> tuple[BatchSpec, BatchServers]:
+    """The spec and the servers of an existing batch, for `corral batch resume`."""
     _, record = load_record(output)
-    order = BatchOrder(
+    spec = BatchSpec(
         input=record.input,
         output=output,
         recipe=record.recipe,
@@ -296,25 +297,7 @@ def again(output: str) -> tuple[BatchOrder, BatchServers]:
         skip_bad=record.skip_bad,
         saved=record.input == "-",  # what came through stdin is in the spool
     )
-    offline = record.offline
-    where = BatchServers(
-        record.deployments,
-        record.urls,
-        record.key_file,
-        ModelToStart(
-            offline["model"],
-            offline.get("context"),
-            tuple(offline.get("fixed", ())),
-            tuple(offline.get("engine_args", ())),
-            offline.get("more", {}),
-            offline.get("engine", "http"),
-            offline.get("replicas", 1),
-        )
-        if offline
-        else None,
-        record.in_process,
-    )
-    return order, where
+    return spec, record.servers
 
 
 def batch(
@@ -336,33 +319,33 @@ def batch(
     force: bool = False,
     quiet: bool = False,
     **params: Any,
-) -> Result:
+) -> BatchResult:
     """Run every row of a file and write the answers; called again after anything, it continues.
 
-    It uses the named deployment, the server at an address, or the only ready one; with `start` it starts that model
-    and stops it at the end. With `offline` rows go into the process of an engine on this machine, without HTTP.
-    Sampling parameters for all rows are keyword arguments: `max_tokens=64, temperature=0`.
+    The rows go to the named deployment, to the server at an address, or to the only ready one; `start` starts a
+    model and stops it at the end. With `offline`, rows go into the process of an engine on this machine, without
+    HTTP. Sampling parameters for all rows are keyword arguments: `max_tokens=64, temperature=0`.
     """
     request_fields(params, chat=True)  # a misspelt name is an error, as it is for one prompt
     params |= params.pop("extra", None) or {}
     recipe = Recipe(template=prompt_template, chat=chat, system=system, params=params, prompt_column=prompt_column)
-    order = BatchOrder(str(input), str(output), recipe, skip_bad=skip_bad, force=force)
-    where = BatchServers(
+    spec = BatchSpec(str(input), str(output), recipe, skip_bad=skip_bad, force=force)
+    servers = BatchServers(
         (deployment,) if deployment else (),
         (url,) if url else (),
         str(key_file) if key_file else None,
         ModelToStart(start, context) if start else None,
         offline,
     )
-    settings = RunnerSettings(concurrency=concurrency)
-    return _apart(lambda signals: carry_out(order, where, settings, Quiet(), reporter=Lines(quiet), signals=signals))
+    run = partial(run_batch, spec, servers, RunnerSettings(concurrency=concurrency), Quiet(), reporter=Lines(quiet))
+    return _off_loop(run)
 
 
-def _apart(work: Callable[[bool], Result]) -> Result:
-    """Here, where Ctrl-C ends a batch in order; in a thread where an event loop runs already, as in a notebook."""
+def _off_loop(run: Callable[..., BatchResult]) -> BatchResult:
+    """Run in this thread, where Ctrl-C stops a batch; beside a running event loop (a notebook), in another one."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return work(threading.current_thread() is threading.main_thread())
+        return run(signals=threading.current_thread() is threading.main_thread())
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(work, False).result()
+        return thread.submit(run, signals=False).result()

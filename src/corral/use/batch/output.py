@@ -21,11 +21,12 @@ import msgspec
 
 from corral.base.errors import CorralError, DataError, UsageError
 from corral.base.files import create_private
+from corral.client.errors import error_body
 from corral.client.reply import Reply
 from corral.use.batch.core.folder import COMPRESSIONS, BatchFolder, sync_dir
 from corral.use.batch.core.ledger import Ledger
 from corral.use.batch.core.records import FINE, LedgerRecord
-from corral.use.batch.core.runner import RowAsk, RowRequest
+from corral.use.batch.core.runner import RowRequest, RowStep
 from corral.use.batch.core.table import Table, hash64
 from corral.use.batch.input.check import RowProblem
 from corral.use.batch.input.recipe import Recipe
@@ -36,12 +37,12 @@ _KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".csv": "csv"
 
 
 def output_kind(path: Path) -> tuple[str, str]:
-    """The form and the compression that an output's name asks for."""
+    """The format and the compression that an output's name asks for."""
     compression = path.suffix if path.suffix in COMPRESSIONS else ""
     ending = Path(path.name.removesuffix(compression)).suffix.lower()
     if ending not in _KINDS:
         raise UsageError(
-            f"the form of the output {str(path)!r} cannot be told from its name.",
+            f"the format of the output {str(path)!r} cannot be told from its name.",
             "End it in .jsonl, .csv or .parquet (.jsonl.gz, .jsonl.zst, …).",
         )
     if ending == ".parquet" and compression:
@@ -55,7 +56,7 @@ def is_live(path: Path, ordered: bool) -> bool:
 
 
 def check_output(path: Path) -> None:
-    """Refuse an output that could not be written at the end, before anything is sent."""
+    """Refuse an output that cannot be written, before anything is sent."""
     kind, compression = output_kind(path)
     if kind == "parquet":
         optional("pyarrow.parquet", "write Parquet")
@@ -64,15 +65,15 @@ def check_output(path: Path) -> None:
 
 
 class BatchWork:
-    """Rows to requests and replies to lines, for `corral batch`."""
+    """Turns rows into requests and replies into lines, for `corral batch`."""
 
     def __init__(self, recipe: Recipe, table: Table, models: tuple[str, ...], shape: str, answer: str) -> None:
         self._recipe, self._table, self._models = recipe, table, models
         self._shape, self._answer = shape, answer
 
-    def ask(self, number: int, raw: bytes) -> RowAsk:
+    def first_step(self, number: int, raw: bytes) -> RowStep:
         parsed = self._recipe.read(raw, self._table.lines[number], self._models)
-        return RowAsk([RowRequest(parsed.path, parsed.body)], parsed)
+        return RowStep([RowRequest(parsed.path, parsed.body)], parsed)
 
     def result(self, number: int, context: Any, replies: Sequence[Reply]) -> bytes:
         reply = replies[0]
@@ -85,8 +86,8 @@ class BatchWork:
         except DataError:
             identity = None
         status = getattr(error, "status", None)
-        answer = {"message": error.message, "type": type(error).__name__, "code": status}
-        response = {"status_code": status, "request_id": "", "body": {"error": answer}} if status else None
+        body = error_body(error.message, type(error).__name__, status)
+        response = {"status_code": status, "request_id": "", "body": body} if status else None
         code = type(error).__name__.removesuffix("Error")
         return _error_line(identity, line, code, error.message, response)
 
@@ -112,7 +113,7 @@ class BatchWork:
 
 
 def problem_line(problem: RowProblem, table: Table) -> bytes:
-    """The error line of a row that was found bad before anything was sent; an id that another row has stays there."""
+    """The error line of a row that was found bad by the check; an id that belongs to another row is left out."""
     owned = problem.id is not None and table.ids[problem.row] == hash64(problem.id.encode())
     problem = problem if owned else msgspec.structs.replace(problem, id=None)
     return _error_line(problem.id, problem.line, "invalid_row", f"line {problem.line} {problem.text}", None)

@@ -19,7 +19,7 @@ COMMANDS: dict[str, str] = {
     "/help": "this list",
     "/system TEXT": "set the system message; alone: show it; `-`: remove it",
     "/retry": "ask the last question again",
-    "/new": "forget what was said; keep system message and settings",
+    "/new": "forget the messages; keep system message and settings",
     "/set NAME=VALUE": "change a sampling parameter; alone: show all",
     "/save FILE": "write the conversation as JSON, in OpenAI's form",
     "/load FILE": "continue a saved conversation",
@@ -29,7 +29,7 @@ COMMANDS: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Turn:
-    """What an entered line leads to: an answer to be asked for, words to be shown, or the end."""
+    """The effect of a line: a request to the model, a text to show, or the end."""
 
     ask: bool = False
     say: str = ""
@@ -50,7 +50,7 @@ class Conversation:
         return [*head, *self.messages]
 
     def enter(self, line: str) -> Turn:
-        """Take one line of the user: a command, or something to say."""
+        """Handle one line of the user: a command or a message."""
         text = line.strip()
         if not text:
             return Turn()
@@ -69,11 +69,11 @@ class Conversation:
         return turn
 
     def answered(self, text: str) -> None:
-        """Keep the model's answer, whole or broken off."""
+        """Add the model's answer, complete or not."""
         self.messages.append({"role": "assistant", "content": text})
 
     def unanswered(self) -> None:
-        """The question failed: take it back, so that the next one does not repeat it."""
+        """Remove a message that got no answer, so that it is not sent with the next one."""
         if self.messages and self.messages[-1]["role"] == "user":
             self.messages.pop()
 
@@ -98,7 +98,7 @@ class Conversation:
 
     def _set(self, text: str) -> Turn:
         if text:
-            changed = {**self.sampling, **_as_given(text, self.sampling.get("extra") or {})}
+            changed = {**self.sampling, **_parse_setting(text, self.sampling.get("extra") or {})}
             check_chat(changed)
             self.sampling = {key: setting for key, setting in changed.items() if setting is not None}
         settings = {**self.sampling, **(self.sampling.get("extra") or {})}
@@ -117,8 +117,8 @@ class Conversation:
     def _load(self, text: str) -> Turn:
         path = _path(text, "/load")
         try:
-            found = json.loads(read_text(path))
-            messages = [{"role": str(item["role"]), "content": str(item["content"])} for item in found]
+            saved = json.loads(read_text(path))
+            messages = [{"role": str(item["role"]), "content": str(item["content"])} for item in saved]
         except (ValueError, TypeError, KeyError):
             raise DataError(f"{path} holds no conversation.", "It must be a JSON list of messages.") from None
         self.system = messages[0]["content"] if messages and messages[0]["role"] == "system" else None
@@ -129,14 +129,14 @@ class Conversation:
         return Turn(end=True)
 
 
-def _as_given(text: str, extra: Mapping[str, Any]) -> dict[str, Any]:
-    """One setting, checked as `--param` is: what the server alone knows is passed on, a slip is refused."""
-    found = parse_assignments([text])
-    return found if found.keys() <= PARAMETERS.keys() | STRUCTURED.keys() else {"extra": {**extra, **found}}
+def _parse_setting(text: str, extra: Mapping[str, Any]) -> dict[str, Any]:
+    """One setting, checked like `--param`: unknown names are passed on, misspelt ones refused."""
+    setting = parse_assignments([text])
+    return setting if setting.keys() <= PARAMETERS.keys() | STRUCTURED.keys() else {"extra": {**extra, **setting}}
 
 
 def check_chat(sampling: Mapping[str, Any]) -> None:
-    """Refuse what a conversation in a terminal cannot use, before anything is asked."""
+    """Refuse parameters that a conversation in a terminal cannot use."""
     if (sampling.get("n") or 1) > 1:
         raise UsageError(
             f"n={sampling['n']}: a chat shows one answer to each message.", "`corral complete -n N` shows several."

@@ -1,4 +1,4 @@
-"""A served model in Python: complete, chat, stream, map, score. One implementation, an async and a sync face.
+"""A served model in Python: complete, chat, stream, map, score. One implementation, with an async and a sync class.
 
 `AsyncLLM` does the work; `LLM` runs it on one background loop, so it can be used in scripts, notebooks and threads
 alike. Both are made by `corral.up` and `corral.connect` (`corral.use.llm.session`). Every failure is a `CorralError`
@@ -7,9 +7,10 @@ with its remedy; unknown parameters and values out of range are refused before a
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Unpack, cast
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, Unpack, cast
 
 from corral.base.errors import EngineError, UsageError
 from corral.client import metrics as engine_metrics
@@ -27,7 +28,8 @@ from corral.use.score.score import Scores, score_rows
 if TYPE_CHECKING:
     import openai
 
-
+P = ParamSpec("P")
+T = TypeVar("T")
 Messages = Sequence[Mapping[str, Any]]
 Prompt = str | Sequence[int] | Messages
 
@@ -37,14 +39,14 @@ def is_chat(prompt: Prompt) -> bool:
     return not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], Mapping)
 
 
-def request_for(prompt: Prompt, given: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+def request_for(prompt: Prompt, params: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """The path and body for a prompt: text or token ids are completed, messages are answered."""
     known = isinstance(prompt, Sequence)
     if known and is_chat(prompt):
-        return CHAT, {"messages": list(cast("Messages", prompt)), **request_fields(given, chat=True)}
+        return CHAT, {"messages": list(cast("Messages", prompt)), **request_fields(params, chat=True)}
     if not known or not (isinstance(prompt, str) or all(isinstance(token, int) for token in prompt)):
         raise UsageError(f"a prompt cannot be {prompt!r}.", "Give text, a list of token ids, or a list of messages.")
-    fields = with_length(request_fields(given))
+    fields = with_length(request_fields(params))
     if "logprobs" in fields:
         fields.setdefault("return_token_ids", True)  # so that tokens carry their ids
     return COMPLETIONS, {"prompt": prompt if isinstance(prompt, str) else list(prompt), **fields}
@@ -123,12 +125,12 @@ class AsyncLLM:
         on_done: Callable[[int], None] | None = None,
         **sampling: Unpack[Sampling],
     ) -> list[str]:
-        """The texts for many prompts, in their order; the first error that does not mend ends it."""
+        """The texts for many prompts, in their order; the first error that retries do not cure ends it."""
         requests = (request_for(prompt, sampling) for prompt in _several(prompts))
-        found = await fan_out(
+        texts = await fan_out(
             self._client, requests, _text, concurrency=concurrency, retries=retries, on_done=on_done
         )
-        return cast("list[str]", found)
+        return cast("list[str]", texts)
 
     async def replies(
         self,
@@ -147,7 +149,7 @@ class AsyncLLM:
         )  # fmt: skip
 
     async def score(
-        self, rows: Iterable[Mapping[str, Any]], options: ScoreOptions | None = None, **settings: Any
+        self, /, rows: Iterable[Mapping[str, Any]], options: ScoreOptions | None = None, **settings: Any
     ) -> Scores:
         """Likelihoods of rows: {"text"}, {"context", "continuation"} or {"context", "choices"}."""
         chosen = options or ScoreOptions(**settings)
@@ -197,6 +199,17 @@ class AsyncLLM:
         await self.close()
 
 
+def _waiting(method: Callable[Concatenate[AsyncLLM, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[LLM, P], T]:
+    """The method of `LLM` that waits for the method of `AsyncLLM`, with its signature and its docstring."""
+
+    @functools.wraps(method)
+    def wait_for_it(self: LLM, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return wait(method(self.aio, *args, **kwargs))
+
+    wait_for_it.__qualname__ = f"LLM.{method.__name__}"
+    return wait_for_it
+
+
 class LLM:
     """A served model. Made by `corral.up` (then leaving its `with` stops the server) or `corral.connect`."""
 
@@ -219,60 +232,19 @@ class LLM:
     def endpoint(self) -> Endpoint:
         return self.aio.endpoint
 
-    def complete(self, prompt: str | Sequence[int], **sampling: Unpack[Sampling]) -> Reply:
-        """The continuation of a text (or of token ids)."""
-        return wait(self.aio.complete(prompt, **sampling))
-
-    def chat(self, messages: str | Messages, **sampling: Unpack[Sampling]) -> Reply:
-        """The answer to messages; a text is one message of the user."""
-        return wait(self.aio.chat(messages, **sampling))
+    complete = _waiting(AsyncLLM.complete)
+    chat = _waiting(AsyncLLM.chat)
+    map = _waiting(AsyncLLM.map)
+    replies = _waiting(AsyncLLM.replies)
+    score = _waiting(AsyncLLM.score)
+    explain = _waiting(AsyncLLM.explain)
+    tokenize = _waiting(AsyncLLM.tokenize)
+    metrics = _waiting(AsyncLLM.metrics)
 
     def stream(self, prompt: Prompt, **sampling: Unpack[Sampling]) -> Stream:
         """The answer in pieces as they come: to messages a chat answer, to text its continuation."""
         path, body = request_for(prompt, sampling)
         return Stream(self.aio.client.stream_sync(path, {**body, "stream_options": {"include_usage": True}}))
-
-    def map(
-        self,
-        prompts: Iterable[Prompt],
-        *,
-        concurrency: int = CONCURRENCY,
-        retries: int = RETRIES,
-        on_done: Callable[[int], None] | None = None,
-        **sampling: Unpack[Sampling],
-    ) -> list[str]:
-        """The texts for many prompts, in their order; the first error that does not mend ends it."""
-        return wait(self.aio.map(prompts, concurrency=concurrency, retries=retries, on_done=on_done, **sampling))
-
-    def replies(
-        self,
-        prompts: Iterable[Prompt],
-        *,
-        concurrency: int = CONCURRENCY,
-        retries: int = RETRIES,
-        on_done: Callable[[int], None] | None = None,
-        **sampling: Unpack[Sampling],
-    ) -> list[Reply | RequestError]:
-        """Like `map`, with whole replies, and an error in the place of each answer that failed."""
-        return wait(self.aio.replies(prompts, concurrency=concurrency, retries=retries, on_done=on_done, **sampling))
-
-    def score(
-        self, rows: Iterable[Mapping[str, Any]], options: ScoreOptions | None = None, **settings: Any
-    ) -> Scores:
-        """Likelihoods of rows: {"text"}, {"context", "continuation"} or {"context", "choices"}."""
-        return wait(self.aio.score(rows, options, **settings))
-
-    def explain(self, prompt: Prompt, **sampling: Unpack[Sampling]) -> TokenView:
-        """Complete, and show each token's probability and alternatives: right for pieces of characters, too."""
-        return wait(self.aio.explain(prompt, **sampling))
-
-    def tokenize(self, text: str, *, special_tokens: bool = True) -> list[int]:
-        """The token ids of a text, as the server's tokenizer makes them."""
-        return wait(self.aio.tokenize(text, special_tokens=special_tokens))
-
-    def metrics(self) -> engine_metrics.Reading:
-        """What the server says about its load and its cache now."""
-        return wait(self.aio.metrics())
 
     def openai(self) -> openai.OpenAI:
         """The official SDK's client, configured for this server."""
@@ -312,10 +284,10 @@ async def exact_view(client: Client, reply: Reply, prompt: str, index: int = 0) 
     """An answer's tokens with their true bytes; the request must have asked for ids in the place of texts."""
     choice = reply.choices[index]
     body = reply.json()
-    given = body["choices"][index].get("prompt_token_ids") or body.get("prompt_token_ids") or ()
+    prompt_ids = body["choices"][index].get("prompt_token_ids") or body.get("prompt_token_ids") or ()
     before = list(choice.prompt_tokens)
-    if before and given and before[0].id is None:  # the first token has no probability, but it has an id
-        before[0] = Token("", None, None, int(given[0]))
+    if before and prompt_ids and before[0].id is None:  # the first token has no probability, but it has an id
+        before[0] = Token("", None, None, int(prompt_ids[0]))
     after = choice.tokens
     known = await token_bytes.learn(client, token_bytes.all_ids((*before, *after)), (prompt, choice.text))
     return TokenView(
@@ -325,7 +297,7 @@ async def exact_view(client: Client, reply: Reply, prompt: str, index: int = 0) 
 
 
 def _several(prompts: Iterable[Prompt]) -> Iterable[Prompt]:
-    """Many prompts; one text is a list of letters to Python, and never what was meant."""
+    """Refuse one string where several prompts are expected: Python would read it as a list of letters."""
     if isinstance(prompts, str):
         raise UsageError("several prompts were expected, and one string was given.", "Put it in a list: [text].")
     return prompts

@@ -56,11 +56,11 @@ def _serve(request: DeployRequest, reuse: bool, quiet: bool) -> LLM:
         status = bringup.bring_up(request, Lines(quiet))
     except ConflictError as error:
         if reuse and error.details.get("state") == "ready":
-            found = ready_endpoint(str(error.details["name"]))
-            return LLM(found, on_down=lambda: _down(found))
+            endpoint = ready_endpoint(str(error.details["name"]))
+            return LLM(endpoint, on_down=lambda: _down(endpoint))
         raise
     except KeyboardInterrupt:
-        _stop_own(began_s)  # a program that is interrupted leaves nothing behind; `corral up` in a shell goes on
+        _stop_own(began_s)  # unlike `corral up` in a shell, an interrupted program leaves nothing running
         raise
     assert status.endpoint is not None
     folder = open_folder(status.name)
@@ -73,10 +73,10 @@ def _stop(name: str) -> None:
 
 
 def _down(endpoint: Endpoint) -> None:
-    """End the deployment that answers there."""
+    """Stop the deployment that serves this endpoint."""
     for folder in all_folders():
-        found = deployments.status(folder).endpoint
-        if found is not None and found.root == endpoint.root:
+        served = deployments.status(folder).endpoint
+        if served is not None and served.root == endpoint.root:
             deployments.stop(folder)
             return
     raise NotFoundError(
@@ -85,7 +85,7 @@ def _down(endpoint: Endpoint) -> None:
 
 
 def _stop_own(since_s: float) -> None:
-    """End what this process began to start since then."""
+    """Stop the deployments that this process began to start since then."""
     for folder in all_folders():
         record = load_json(deployments.Record, folder.record)
         if record.created_by == own_identity() and record.created_s >= since_s:

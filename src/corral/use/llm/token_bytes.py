@@ -56,7 +56,7 @@ def _sentence_piece(string: str) -> bytes | None:
 
 
 @functools.cache
-def _rare_signs() -> tuple[str, ...]:
+def _rare_characters() -> tuple[str, ...]:
     """Texts that make a byte-level tokenizer show its pieces of characters: of all scripts, with and without a blank.
 
     Many small ones, because a vocabulary may lack some bytes, and a text with one of them tells nothing.
@@ -92,11 +92,11 @@ async def learn(client: Client, ids: Iterable[int], texts: Iterable[str]) -> dic
         pieces = [token for token in wanted if token not in known]
         spelt: dict[int, bytes] = {}
         if pieces:
-            for part in await asyncio.gather(*(_spelt(client, text) for text in _rare_signs())):
+            for part in await asyncio.gather(*(_spelt(client, text) for text in _rare_characters())):
                 spelt |= part
         return {**known, **{token: spelt.get(token) for token in pieces}}
     except (RequestError, ValueError, AttributeError):
-        return {**known}  # not vLLM, or an old one: the view shows what the server said
+        return {**known}  # not vLLM, or an old one: the view shows the server's texts
 
 
 async def _detokenize(
@@ -121,7 +121,7 @@ def token_id(token: Token) -> int | None:
 
 
 def all_ids(tokens: Iterable[Token]) -> list[int]:
-    """The ids of tokens and of their alternatives, as far as they are told."""
+    """The ids of tokens and of their alternatives, where the server gives them."""
     each = (one for token in tokens for one in (token, *token.top))
     return [number for one in each if (number := token_id(one)) is not None]
 

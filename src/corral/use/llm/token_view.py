@@ -20,10 +20,10 @@ _SHADES = (
     (0.9, 120, "#87ff87"), (0.6, 157, "#afffaf"), (0.3, 229, "#ffffaf"), (0.1, 222, "#ffd787"),
     (0.03, 216, "#ffaf87"), (0.01, 210, "#ff8787"), (0.0, 203, "#ff5f5f"),
 )  # fmt: skip
-_ZERO = 1e-3  # a log-probability is never above 0: what is has another meaning
+_ZERO = 1e-3  # log-probabilities are never above 0
 _VISIBLE = {"\n": "⏎", "\t": "⇥", "\r": "␍"}
 _BETWEEN = "  "  # alternatives
-_SPARED = (2, 4, 5)  # columns of the table that a narrow terminal does without: id, log-probability, rank
+_SPARED = (2, 4, 5)  # columns that a narrow table leaves out: id, log-probability, rank
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class Character:
         return None if self.logprob is None or self.logprob > _ZERO else math.exp(self.logprob)
 
 
-def _is_start_of_sign(data: bytes) -> bool:
-    """Whether more bytes could make these whole: cut UTF-8, not broken UTF-8."""
+def _is_cut_character(data: bytes) -> bool:
+    """Whether more bytes could complete the last character: cut UTF-8, not broken UTF-8."""
     try:
         data.decode()
     except UnicodeDecodeError as error:
@@ -61,7 +61,7 @@ def characters(tokens: Sequence[Token]) -> list[Character]:
             continue
         held.append(token)
         data += bytes(token.bytes)
-        if not _is_start_of_sign(data):
+        if not _is_cut_character(data):
             found += _flush(held, data)
             held, data = [], b""
     return found + _flush(held, data)
@@ -212,7 +212,7 @@ class TokenView:
 
 
 def _aligned(rows: list[list[str]], columns: int | None) -> list[str]:
-    """The last column is broken where it does not fit; without room for that, others are left out."""
+    """Aligned lines; the last column is wrapped where it does not fit, and others are left out if need be."""
     widths = [max(width(row[column]) for row in rows) for column in range(len(rows[0]))]
     kept = list(range(len(widths)))
     least = max(width(word) for row in rows for word in row[-1].split(_BETWEEN))

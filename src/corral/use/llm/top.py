@@ -1,6 +1,6 @@
-"""The load of every ready deployment, from two looks at its `/metrics`. What `corral top` draws.
+"""The load of every ready server, from two readings of its `/metrics`: what `corral top` and the console show.
 
-Every server that can be looked at now: each fleet before its members, as its gateway sees it; then the others.
+Fleets come before their members, as their gateways see them; then the other deployments.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class ReadyServer:
 
     name: str
     endpoint: Endpoint
-    fleet: str = ""  # that it is a member of
-    members: int = 0  # that are ready behind it, where it is a fleet's gateway
+    fleet: str = ""  # the one it is a member of
+    members: int = 0  # ready ones, for the gateway of a fleet
 
 
 def ready_servers(known: Sequence[Status] | None = None) -> list[ReadyServer]:
-    """Those that are ready; `known` are the deployments' states, where somebody has just asked."""
+    """The ready servers; `known` are the states of deployments, if the caller has just read them."""
     ready = [status for status in (statuses() if known is None else known) if status.state is State.READY]
     left = {status.name: status.endpoint for status in ready if status.endpoint is not None}
     found = []
@@ -44,7 +44,7 @@ def ready_servers(known: Sequence[Status] | None = None) -> list[ReadyServer]:
             for member in fleet.members
             if member.name in left
         ]
-        with contextlib.suppress(CorralError, OSError):  # no gateway of it runs now
+        with contextlib.suppress(CorralError, OSError):  # no gateway of it runs
             found.append(ReadyServer(fleet.name, fleet_endpoint(FleetFolder.of(fleet.name)), members=len(members)))
         found += members
     return found + [ReadyServer(name, endpoint) for name, endpoint in left.items()]
@@ -65,12 +65,12 @@ class Line:
     reading: Reading | None
     load: Load | None
     problem: str = ""
-    ttft_s: tuple[float | None, float | None] = (None, None)  # half and 95% of those of the last minute were quicker
+    ttft_s: tuple[float | None, float | None] = (None, None)  # median and 95th percentile of the last minute
     tpot_s: tuple[float | None, float | None] = (None, None)
 
 
 class Watch:
-    """Looks at servers again and again; each look is compared with the one before."""
+    """Reads the metrics of servers again and again; each reading is compared with the one before."""
 
     def __init__(self, servers: Sequence[tuple[str, Endpoint]] = (), latencies: bool = False) -> None:
         self._clients: dict[str, Client] = {}
@@ -81,7 +81,7 @@ class Watch:
         self.set(servers)
 
     def set(self, servers: Sequence[tuple[str, Endpoint]]) -> None:
-        """The servers to look at from now on."""
+        """Set the servers to read from now on."""
         wanted = dict(servers)
         for name in [name for name, client in self._clients.items() if client.endpoint != wanted.get(name)]:
             self._dropped.append(self._clients.pop(name))
@@ -90,8 +90,8 @@ class Watch:
         for name, endpoint in wanted.items():
             self._clients.setdefault(name, Client(endpoint, stall_s=10))
 
-    async def look(self) -> list[Line]:
-        """One line for each server."""
+    async def read(self) -> list[Line]:
+        """Read all servers; one line for each."""
         await self._close_dropped()
         return list(await asyncio.gather(*(self._line(name, client) for name, client in self._clients.items())))
 
@@ -118,7 +118,7 @@ class Watch:
         return Line(name, endpoint.model, endpoint.base_url, reading, load, ttft_s=ttft, tpot_s=tpot)
 
     def _percentiles(self, name: str, page: bytes, now_s: float) -> tuple[Pair, Pair]:
-        """Half and 95% of the last minute's times to the first token, and between tokens."""
+        """Median and 95th percentile of the last minute's times to the first token, and between tokens."""
         kept = self._minute.setdefault(name, deque())
         kept.append((now_s, read_latencies(page)))
         while len(kept) > 2 and kept[1][0] <= now_s - MINUTE_S:

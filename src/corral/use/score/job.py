@@ -1,4 +1,5 @@
-"""Scoring a file: a kind of work of the batch runner, with its ledger, lock, retries, signals and rule for bad rows.
+"""Scoring a file: the batch runner's ledger, lock, retries and signals, with the rows and the results of `corral
+score`.
 
 A line counts once it is synced, and after any crash the same command continues. Bad rows are refused before anything
 is sent, or go to the error file with their reason (`skip_bad`); rows that turn out to be too long go there, too.
@@ -7,6 +8,7 @@ is sent, or go to the error file with their reason (`skip_bad`); rows that turn 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,29 +18,121 @@ from typing import Any
 import msgspec
 
 from corral.base.errors import ConflictError, CorralError, DataError, UsageError
-from corral.base.files import write_atomic
+from corral.base.files import create_private, write_atomic
 from corral.base.lock import heartbeat
 from corral.base.record import to_json
 from corral.client.endpoint import ModelServer
 from corral.use.batch.core.folder import BEFORE, BatchFolder, BatchLock
 from corral.use.batch.core.ledger import Ledger, LedgerEntry
 from corral.use.batch.core.records import FAILED, FINE
-from corral.use.batch.core.run import BatchState, Listener, run_share, whole_share
-from corral.use.batch.core.runner import RowAsk, RunnerSettings
+from corral.use.batch.core.run import BatchState, Listener, run_assignment, whole_assignment
+from corral.use.batch.core.runner import RowStep, RunnerSettings
 from corral.use.batch.core.table import Table
 from corral.use.batch.input.check import RowProblem, read_problems, scan
-from corral.use.batch.input.rows import InputSource, open_source
+from corral.use.batch.input.recipe import Parsed
+from corral.use.batch.input.rows import InputSource, decode_row, open_source, optional
 from corral.use.batch.spec import folder_of
-from corral.use.score.likelihood import ScoreOptions, ScoreRow
-from corral.use.score.row_files import ScoreRows, write_parquet
-from corral.use.score.score import Asking, BadRow, Scoring, bad_row, summary
+from corral.use.score.likelihood import ScoreOptions, ScoreRow, read_row
+from corral.use.score.score import BadRow, Scoring, Steps, bad_row, summary
+
+
+@dataclass(frozen=True)
+class ScoreRows:
+    """How rows to score are read; stands in place of a batch's recipe."""
+
+    text_cells: bool = False  # CSV: every value is text
+    kind: str = "scores"
+
+    def settled(self, raw: bytes) -> ScoreRows:
+        return self
+
+    def read(self, raw: bytes, line: int, models: tuple[str, ...] = ()) -> Parsed:
+        try:
+            return Parsed(self.row(raw, line).id, "", {}, {})
+        except DataError as error:
+            remedy = error.remedy.removeprefix("Correct the row.")  # the same for all of them
+            raise DataError(f"{error.message} {remedy}".strip()) from None
+
+    def row(self, raw: bytes, line: int) -> ScoreRow:
+        """The row to score; DataError when it is bad."""
+        data = decode_row(raw)
+        if self.text_cells and isinstance(data, dict):
+            data = {name: _cell(name, value) for name, value in data.items() if value != "" or name == "context"}
+        return read_row(data, line)
+
+    def loose_id(self, raw: bytes) -> str | None:
+        try:
+            data = decode_row(raw)
+        except DataError:
+            return None
+        value = data.get("id") if isinstance(data, dict) else None
+        return str(value) if isinstance(value, (str, int)) and value != "" else None
+
+
+def _cell(name: str, value: Any) -> Any:
+    if name == "answer" and isinstance(value, str) and value.isdigit():
+        return int(value)
+    if name != "choices":
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, TypeError, RecursionError):
+        return value  # `read_row` refuses it
+
+
+_TOKEN = {"id": "int64", "text": "string", "logprob": "float64", "rank": "int64"}
+_LIKELIHOOD = {
+    "sum_logprob": "float64",
+    "mean_logprob": "float64",
+    "tokens": "int64",
+    "greedy": "bool_",
+    "perplexity": "float64",
+    "windows": "int64",
+}
+SCORE_SCHEMA: dict[str, str] = {
+    "id": "string",
+    "row": "int64",
+    "kind": "string",
+    **_LIKELIHOOD,
+    "chosen": "int64",
+    "chosen_text": "string",
+    "chosen_norm": "int64",
+    "correct": "bool_",
+    "correct_norm": "bool_",
+}
+
+
+def write_parquet(results: Iterator[dict[str, Any]], path: Path, like: Path | None = None) -> None:
+    """Write results as one Parquet file, put in place in one step, with the mode of `like`."""
+    arrow, parquet = optional("pyarrow", "write Parquet"), optional("pyarrow.parquet", "write Parquet")
+
+    def plain(columns: dict[str, str]) -> list[Any]:
+        return [arrow.field(name, getattr(arrow, kind)()) for name, kind in columns.items()]
+
+    alternative = arrow.struct(plain({name: _TOKEN[name] for name in ("id", "text", "logprob")}))
+    token = arrow.list_(arrow.struct([*plain(_TOKEN), arrow.field("top", arrow.list_(alternative))]))
+    choice = arrow.list_(arrow.struct([*plain(_LIKELIHOOD), arrow.field("token_scores", token)]))
+    fields = [*plain(SCORE_SCHEMA), arrow.field("choices", choice), arrow.field("token_scores", token)]
+    schema = arrow.schema(fields)
+    temporary = path.with_name(f".{path.name}.tmp")
+    os.close(create_private(temporary, like))
+    with parquet.ParquetWriter(temporary, schema) as writer:
+        group: list[dict[str, Any]] = []
+        for result in results:
+            group.append(result)
+            if len(group) == 4096:
+                writer.write_table(arrow.Table.from_pylist(group, schema=schema))
+                group = []
+        writer.write_table(arrow.Table.from_pylist(group, schema=schema))
+    temporary.replace(path)
+
 
 OUTPUTS = (".jsonl", ".parquet")
 
 
 @dataclass(frozen=True)
 class ScoreReport:
-    """How a run ended; `summary` covers all rows, also those of earlier runs."""
+    """The result of a run; `summary` covers all rows, also those of earlier runs."""
 
     state: BatchState
     rows: int
@@ -71,51 +165,51 @@ def score_file(
     signals: bool = True,
 ) -> ScoreReport:
     """Score every row of a file that has no result yet."""
-    folder, given = check_paths(source, output)
-    asked = _identity(model, options)
-    if not force and (conflict := _conflict(folder, asked)):
+    folder, rows_file = check_paths(source, output)
+    identity = _identity(model, options)
+    if not force and (conflict := _conflict(folder, identity)):
         raise conflict
     folder.create()
     with BatchLock(folder.lock, str(output)) as lock:
-        if force and _conflict(folder, asked):
+        if force and _conflict(folder, identity):
             _forget(folder)
         with heartbeat(lock.path):
-            table, rows = _checked(folder, given, asked, skip_bad)
+            table, rows = _checked(folder, rows_file, identity, skip_bad)
         work = ScoreWork(options, table, rows)
-        with whole_share(folder, table, lock, listener, first=_bad_rows(folder)) as share:
-            ran = run_share(lambda: servers, share, work, settings, listener, signals)
-            failed = sum(1 for record in share.ledger.records() if record.kind == FAILED)
-            found = summary(_results(share.ledger), failed)
+        with whole_assignment(folder, table, lock, listener, first=_bad_rows(folder)) as assignment:
+            ran = run_assignment(lambda: servers, assignment, work, settings, listener, signals)
+            failed = sum(1 for record in assignment.ledger.records() if record.kind == FAILED)
+            totals = summary(_results(assignment.ledger), failed)
         if not folder.has_errors:
             folder.errors.unlink(missing_ok=True)
         if not folder.live and ran.done:
             write_parquet(_in_order(folder.results), output, folder.like(output))
     return ScoreReport(
-        ran.state, ran.rows, ran.before, ran.fine, ran.failed, ran.left, ran.wall_s, found, str(output),
+        ran.state, ran.rows, ran.before, ran.fine, ran.failed, ran.left, ran.wall_s, totals, str(output),
         str(folder.errors), ran.repaired,
     )  # fmt: skip
 
 
 def check_paths(source: Path, output: Path) -> tuple[BatchFolder, InputSource]:
-    """The job's folder and its input, refused where they cannot be meant; nothing is written, nobody is asked."""
+    """The folder and the input, refused where they cannot be used; nothing is written and no server asked."""
     if output.suffix not in OUTPUTS:
         raise UsageError(f"the output {output.name!r} has no known ending.", f"Use {' or '.join(OUTPUTS)}.")
     return folder_of(str(output)), open_source(str(source), None)
 
 
 class ScoreWork:
-    """Rows to the requests that score them, step by step, and their answers to lines."""
+    """Turns rows into the requests that score them, step by step, and replies into lines."""
 
     def __init__(self, options: ScoreOptions, table: Table, rows: ScoreRows) -> None:
         self._scoring, self._table, self._rows = Scoring(options), table, rows
 
-    def ask(self, number: int, raw: bytes) -> RowAsk:
+    def first_step(self, number: int, raw: bytes) -> RowStep:
         steps = self._scoring.steps(self._row(number, raw))
-        return RowAsk(next(steps), steps)
+        return RowStep(next(steps), steps)
 
-    def result(self, number: int, context: Asking[Any], replies: Sequence[Any]) -> bytes | RowAsk:
+    def result(self, number: int, context: Steps[Any], replies: Sequence[Any]) -> bytes | RowStep:
         try:
-            return RowAsk(context.send(replies), context)
+            return RowStep(context.send(replies), context)
         except StopIteration as end:
             return _line({"row": self._table.lines[number], **end.value.to_json()})
 
@@ -132,17 +226,17 @@ class ScoreWork:
 
 
 def _identity(model: str, options: ScoreOptions) -> dict[str, Any]:
-    """What must not change between runs of one job."""
+    """The settings that must not change between runs of one output."""
     free = ("concurrency", "memory_gib", "vocabulary")
     return {"model": model, **{k: v for k, v in to_json(options).items() if k not in free}}
 
 
 def _checked(
-    folder: BatchFolder, source: InputSource, asked: dict[str, Any], skip_bad: bool
+    folder: BatchFolder, source: InputSource, identity: dict[str, Any], skip_bad: bool
 ) -> tuple[Table, ScoreRows]:
-    """Read the whole input, compare with what was asked before, write down the job; refused, it leaves nothing."""
+    """Read the whole input, compare with what was identity before, write down the job; refused, it leaves nothing."""
     with folder.nothing_if_refused():
-        if conflict := _conflict(folder, asked):  # another one began since
+        if conflict := _conflict(folder, identity):  # another process began since
             raise conflict
         folder.sweep()
         scanned = scan(source, ScoreRows(text_cells=source.format in ("csv", "tsv")), folder)
@@ -154,25 +248,25 @@ def _checked(
                 "Correct them, or send them to the error file and score the others: --skip-bad.",
             )
         scanned.problems.put_in_place(folder, scanned.table)
-        write_atomic(folder.job, json.dumps(asked, indent=2) + "\n")
+        write_atomic(folder.spec, json.dumps(identity, indent=2) + "\n")
     return scanned.table, scanned.recipe
 
 
-def _conflict(folder: BatchFolder, asked: dict[str, Any]) -> ConflictError | None:
+def _conflict(folder: BatchFolder, identity: dict[str, Any]) -> ConflictError | None:
     """Why an earlier output cannot be continued; None where it can, or there is none."""
-    if not folder.job.exists():
+    if not folder.spec.exists():
         if not folder.output.exists():
             return None
         return ConflictError(
             f"{folder.output} exists and does not belong to a scoring job.",
             "Choose another output, or overwrite it: --force",
         )
-    before = json.loads(folder.job.read_text(encoding="utf-8"))
+    before = json.loads(folder.spec.read_text(encoding="utf-8"))
     if "too_long" not in before:
         return ConflictError(
             f"{folder.output} belongs to a batch.", "Choose another output, or overwrite it: --force"
         )
-    changed = [f"{k}: {before.get(k)!r} before, {v!r} now" for k, v in asked.items() if before.get(k) != v]
+    changed = [f"{k}: {before.get(k)!r} before, {v!r} now" for k, v in identity.items() if before.get(k) != v]
     if not changed:
         return None
     return ConflictError(

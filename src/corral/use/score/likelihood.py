@@ -1,4 +1,4 @@
-"""Likelihoods: what a row asks, where a continuation begins in tokens, how long texts are cut, what comes out. Pure.
+"""Likelihoods: rows to score, where a continuation begins in tokens, how long texts are cut, results. Pure.
 
 Three kinds of rows:
 
@@ -8,8 +8,8 @@ Three kinds of rows:
                                         choices, tells which is right)
 
 The boundary is lm-evaluation-harness's: blanks at the end of the context belong to the continuation, and the
-continuation's tokens are those of `context + continuation` behind as many as `context` alone has. What stands before
-them is the context's own tokens, also where a token of the whole reaches over the boundary.
+continuation's tokens are those of `context + continuation` behind as many as `context` alone has. Before
+them come the context's own tokens, also where a token of the whole crosses the boundary.
 
 Long texts are cut as its rolling windows are: disjoint in what they score, each with `overlap` tokens of context (the
 last with as many as fit). A window holds at most the model's context minus one, because vLLM generates one token.
@@ -77,33 +77,33 @@ def read_row(data: Any, number: int) -> ScoreRow:
     """A row from JSON data; `number` is its line, and its id when it has none."""
     if not isinstance(data, Mapping):
         raise DataError(f"row {number} is not an object.", 'For example {"id": "1", "text": "…"}.')
-    given = {name: data[name] for name in _FIELDS if data.get(name) is not None}
-    name = str(given.get("id", number))
-    if "text" in given:
-        if given.get("context") or "continuation" in given or "choices" in given:
+    fields = {name: data[name] for name in _FIELDS if data.get(name) is not None}
+    name = str(fields.get("id", number))
+    if "text" in fields:
+        if fields.get("context") or "continuation" in fields or "choices" in fields:
             raise DataError(
                 f"row {name!r} has both `text` and `context` or `continuation`.", "Give one or the other."
             )
-        return ScoreRow(name, _text(given, "text", name))
-    if "choices" in given:
-        choices = given["choices"]
+        return ScoreRow(name, _text(fields, "text", name))
+    if "choices" in fields:
+        choices = fields["choices"]
         if not isinstance(choices, Sequence) or isinstance(choices, str) or not choices:
             raise DataError(f"row {name!r}: choices must be a list of strings.", 'For example ["Paris", "Rome"].')
         if not all(isinstance(choice, str) and choice for choice in choices):
             raise DataError(f"row {name!r}: a choice is empty or not text.", "Correct the row.")
-        context = _text(given, "context", name)
-        return ScoreRow(name, None, context, tuple(choices), "choices", _answer(given.get("answer"), choices, name))
-    if "continuation" in given:
+        context = _text(fields, "context", name)
+        return ScoreRow(name, None, context, tuple(choices), "choices", _answer(fields.get("answer"), choices, name))
+    if "continuation" in fields:
         return ScoreRow(
-            name, None, _text(given, "context", name), (_text(given, "continuation", name),), "continuation"
+            name, None, _text(fields, "context", name), (_text(fields, "continuation", name),), "continuation"
         )
     known = nearest(next(iter(set(data) - {"id"}), ""), _FIELDS, 1)
     hint = f" Did you mean {known[0]!r}?" if known else ""
     raise DataError(f"row {name!r} has neither text, continuation nor choices.", f"Correct the row.{hint}")
 
 
-def _text(given: Mapping[str, Any], name: str, row: str) -> str:
-    value = given.get(name, "" if name == "context" else None)
+def _text(fields: Mapping[str, Any], name: str, row: str) -> str:
+    value = fields.get(name, "" if name == "context" else None)
     if not isinstance(value, str) or (not value and name != "context"):
         raise DataError(f"row {row!r}: {name} must be non-empty text.", "Correct the row.")
     try:
@@ -173,7 +173,7 @@ class Likelihood:
     mean_logprob: float
     tokens: int
     greedy: bool  # every token is the likeliest one at its place
-    perplexity: float | None  # None where it is beyond what a number can say
+    perplexity: float | None  # None where it is too large for a float
     windows: int = 1
     token_scores: tuple[TokenScore, ...] = ()
 
@@ -210,19 +210,19 @@ class Score:
     token_scores: tuple[TokenScore, ...] = field(default=())
 
     @classmethod
-    def of(cls, row: ScoreRow, found: Sequence[Likelihood]) -> Score:
+    def of(cls, row: ScoreRow, likelihoods: Sequence[Likelihood]) -> Score:
         """The result of a row from the likelihoods of its continuations."""
-        best = max(range(len(found)), key=lambda i: found[i].sum_logprob)
-        chosen = found[best]
+        best = max(range(len(likelihoods)), key=lambda i: likelihoods[i].sum_logprob)
+        chosen = likelihoods[best]
         sums = (chosen.sum_logprob, chosen.mean_logprob, chosen.tokens, chosen.greedy, chosen.perplexity)
         if row.kind != "choices":
             return cls(row.id, row.kind, *sums, chosen.windows, token_scores=chosen.token_scores)
-        norm = max(range(len(found)), key=lambda i: found[i].sum_logprob / len(row.continuations[i]))
+        norm = max(range(len(likelihoods)), key=lambda i: likelihoods[i].sum_logprob / len(row.continuations[i]))
         right = None if row.answer is None else best == row.answer
         right_norm = None if row.answer is None else norm == row.answer
         return cls(
             row.id, row.kind, *sums, chosen.windows, best, row.continuations[best], norm, right, right_norm,
-            tuple(found),
+            tuple(likelihoods),
         )  # fmt: skip
 
     def to_json(self) -> dict[str, Any]:

@@ -41,7 +41,7 @@ from corral.use.score.likelihood import (
 
 
 class TokenGate:
-    """Lets tokens through up to a limit, first come first served; more than the limit goes alone."""
+    """Lets requests through up to a number of tokens, first come first served; a larger request goes alone."""
 
     def __init__(self, limit: int) -> None:
         self._limit = self._free = limit
@@ -70,26 +70,26 @@ class TokenGate:
     def _give_back(self, amount: int) -> None:
         self._free += amount
         while self._queue and (self._queue[0][1].cancelled() or self._queue[0][0] <= self._free):
-            asked, turn = self._queue.popleft()
+            tokens, turn = self._queue.popleft()
             if not turn.cancelled():
-                self._free -= asked
+                self._free -= tokens
                 turn.set_result(None)
 
 
 T = TypeVar("T")
-Asking = Generator[Sequence[RowRequest], Sequence[Any], T]  # requests out, their answers in, and at the end a result
+Steps = Generator[Sequence[RowRequest], Sequence[Any], T]  # gives requests, receives their answers, returns a result
 
 
 class Scoring:
-    """What is asked to score a row, step by step; what is learnt of the server is shared by all rows."""
+    """The requests that score a row, step by step; the model's length and prefix are learnt once for all rows."""
 
     def __init__(self, options: ScoreOptions) -> None:
         self.options = options
         self._capacity = 0
         self._prefix: tuple[int, ...] | None = None
 
-    def steps(self, row: ScoreRow) -> Asking[Score]:
-        """Raises what is wrong with the row."""
+    def steps(self, row: ScoreRow) -> Steps[Score]:
+        """The steps of one row; raises what is wrong with it."""
         if self._prefix is None:
             yield from self._learn()
         prefix, special = self._prefix or (), self.options.special_tokens
@@ -106,25 +106,27 @@ class Scoring:
         wholes = [[*context, *whole[len(context) :]] for whole in wholes]  # "Par" + "is" is not "Paris" there
         return Score.of(row, (yield from self._likelihoods(row, wholes, len(context))))
 
-    def _learn(self) -> Asking[None]:
-        """The model's length, and the token before texts."""
-        given = self.options.prefix
-        named = [] if given in ("auto", "none") else [_tokenize(given, False)]
+    def _learn(self) -> Steps[None]:
+        """Learn the model's length, and the token before texts."""
+        wanted = self.options.prefix
+        named = [] if wanted in ("auto", "none") else [_tokenize(wanted, False)]
         first, *rest = yield [_tokenize("", True), *named]
         answer = _read_tokens(first)
-        prefix = answer["tokens"] if given == "auto" else []
+        prefix = answer["tokens"] if wanted == "auto" else []
         if rest:
             prefix = _read_tokens(rest[0])["tokens"]
             if len(prefix) != 1:
-                raise UsageError(f"the prefix {given!r} is {len(prefix)} tokens.", "Give one, such as <|endoftext|>.")
+                raise UsageError(
+                    f"the prefix {wanted!r} is {len(prefix)} tokens.", "Give one, such as <|endoftext|>."
+                )
         self._capacity = min(int(answer["max_model_len"]) - 1, self.options.window or sys.maxsize)
         self._prefix = tuple(prefix)
 
-    def _tokens(self, texts: Sequence[tuple[str, bool]]) -> Asking[list[list[int]]]:
+    def _tokens(self, texts: Sequence[tuple[str, bool]]) -> Steps[list[list[int]]]:
         answers = yield [_tokenize(text, special) for text, special in texts]
         return [_read_tokens(answer)["tokens"] for answer in answers]
 
-    def _likelihoods(self, row: ScoreRow, wholes: Sequence[Sequence[int]], first: int) -> Asking[list[Likelihood]]:
+    def _likelihoods(self, row: ScoreRow, wholes: Sequence[Sequence[int]], first: int) -> Steps[list[Likelihood]]:
         cuts = [self._cut(row, tokens, first) for tokens in wholes]
         answers = iter((yield [self._request(span) for spans in cuts for span in spans]))
         kept = self.options.per_token or self.options.top > 0
@@ -143,7 +145,7 @@ class Scoring:
                 "Score it in windows (--too-long window), or serve the model with a longer context.",
             )
         if not (spans := cut(tokens, first, self._capacity, self.options.overlap)):
-            total([], 0, False)  # nothing to score: says so
+            total([], 0, False)  # raises: there is nothing to score
         return spans
 
     def _request(self, span: Span) -> RowRequest:
@@ -182,7 +184,7 @@ class Scorer:
         self._gate = TokenGate(options.tokens_in_flight)
 
     async def score(self, row: ScoreRow) -> Score:
-        """The result of one row; raises what is wrong with it, or with the server."""
+        """The result of one row; raises the error of the row or of the server."""
         steps = self._scoring.steps(row)
         requests = next(steps)
         while True:
@@ -265,7 +267,7 @@ class Scores(Sequence[Score]):
 
 
 def summary(results: Iterable[Mapping[str, Any]], bad: int) -> dict[str, Any]:
-    """What a run gave: rows, tokens, mean log-probability per token, perplexity, accuracy where answers are known."""
+    """Totals of a run: rows, tokens, mean log-probability per token, perplexity, accuracy where answers are known."""
     rows = tokens = 0
     whole = 0.0
     rights: list[bool] = []
@@ -277,13 +279,13 @@ def summary(results: Iterable[Mapping[str, Any]], bad: int) -> dict[str, Any]:
         if result.get("correct") is not None:
             rights.append(result["correct"])
             norms.append(result["correct_norm"])
-    found: dict[str, Any] = {"rows": rows, "bad": bad, "tokens": tokens}
+    totals: dict[str, Any] = {"rows": rows, "bad": bad, "tokens": tokens}
     if tokens:
         mean = whole / tokens
-        found |= {"mean_logprob": mean, "perplexity": math.exp(-mean) if mean > -700 else None}
+        totals |= {"mean_logprob": mean, "perplexity": math.exp(-mean) if mean > -700 else None}
     if rights:
-        found |= {"accuracy": statistics.fmean(rights), "accuracy_norm": statistics.fmean(norms)}
-    return found
+        totals |= {"accuracy": statistics.fmean(rights), "accuracy_norm": statistics.fmean(norms)}
+    return totals
 
 
 async def score_rows(client: Client, rows: Iterable[Mapping[str, Any]], options: ScoreOptions) -> Scores:
@@ -307,6 +309,6 @@ async def score_rows(client: Client, rows: Iterable[Mapping[str, Any]], options:
 
 
 def bad_row(data: Any, number: int, error: CorralError) -> BadRow:
-    """A quarantined row."""
+    """The record of a row that could not be scored."""
     name = str(data.get("id", number)) if isinstance(data, Mapping) else str(number)
     return BadRow(name, number, type(error).__name__, error.message, error.remedy)

@@ -1,34 +1,32 @@
-"""One class owns every file name of a resumable job: the output, its error file, and the job's folder beside them.
+"""The files of a batch: its output, its error file, and the folder beside them. One class owns every file name.
 
     answers.jsonl                 results, one JSON line per id, as they arrive (plain JSONL output)
     answers.errors.jsonl          rows that failed for good, in the same shape
     answers.jsonl.corral/
-      job.json                    what was asked: input, model, parameters; compared before a resume
+      job.json                    the spec: input, model, parameters; compared before a resume
       rows.index                  id hash, content hash and place of every row (`table`)
       rows.jsonl                  the rows themselves, when the input cannot be read at any place (gz, CSV, stdin, …)
       problems.jsonl              rows that were found bad and are to be skipped
       results.jsonl               results, when the output has another form and is made from them at the end
-      answers.jsonl.before        empty: says who may read the output, when one was there before (also for the errors)
-      ledger                      what counts: one record for each result that is on disk (`ledger`)
-      damaged.1/                  a copy of a ledger that was damaged, and the lines whose records were (`damage`)
-      lock                        who works on it (`lock`)
-      state.json                  how it last ended, and its summary
-      events.jsonl                starts, stops, endpoint losses
-      cancel                      somebody asks the runner to stop
-      jobs/4711.json              a job of a scheduler that works on it (`queued`)
-      shared/                     only while several runners may work on it (`shared`)
+      answers.jsonl.before        empty: its mode says who may read the output, when one was there before (or errors)
+      ledger                      one record for each result that is on disk and counts (`ledger`)
+      damaged.1/                  a copy of a ledger that was damaged, and the lines of its damaged records
+      (`records`) lock                        who works on the batch state.json                  how it last ended,
+      and its summary events.jsonl                starts, stops, endpoint losses cancel                      present
+      when the runner is asked to stop jobs/4711.json              a job of a scheduler that works on the batch
+      (`jobs`) shared/                     only while several runners may work on it (`shared`)
         division.json             how the rows are cut into blocks
         blocks/000017             who does this block: a link to the `holder` file of a runner
         parts/HOST.PID.XXXXXX/    what one runner wrote: holder (who, and alive when touched), ledger, results, errors
 
-Everything of a job lies beside its output, so that it is found again by who knows the output's name.
-
-One runner per job: the lock of a batch, which its holder touches while it works.
+All files lie beside the output, so the output's name is enough to find them. Corral's home has one note per batch
+(`<home>/batches/<hash>`: the path of its output), for lists of batches; a lost note costs nothing but a line there.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -36,7 +34,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from corral.base.errors import ConflictError
-from corral.base.files import create_private
+from corral.base.files import create_private, make_private_dir, write_atomic
+from corral.base.home import batches_dir
 from corral.base.lock import SILENT_S, FileLock, lock_holder
 from corral.base.processes import Identity, own_identity
 
@@ -46,7 +45,7 @@ BEFORE = ".before"
 
 @dataclass(frozen=True)
 class BatchFolder:
-    """Paths of one job; `live` says whether results go straight into the output file."""
+    """Paths of one batch; `live` says whether results go straight into the output file."""
 
     output: Path
     live: bool = True
@@ -57,7 +56,9 @@ class BatchFolder:
 
     @property
     def errors(self) -> Path:
-        """`answers.errors.jsonl` beside `answers.jsonl`; other forms keep their ending: no two share a file."""
+        """`answers.errors.jsonl` beside `answers.jsonl`; other outputs keep their suffix, so that no two share a
+        file.
+        """
         name = self.output.name
         return self.output.with_name(name.removesuffix(".jsonl") + ".errors.jsonl")
 
@@ -71,7 +72,7 @@ class BatchFolder:
         return self.output if self.live else self.path / "results.jsonl"
 
     @property
-    def job(self) -> Path:
+    def spec(self) -> Path:
         return self.path / "job.json"
 
     @property
@@ -133,31 +134,31 @@ class BatchFolder:
 
     @contextlib.contextmanager
     def nothing_if_refused(self) -> Iterator[None]:
-        """Leave no folder behind when what is done inside fails before a new job was written down."""
-        new = not self.job.exists()
+        """Leave no folder behind when the block fails before a new spec was written."""
+        new = not self.spec.exists()
         try:
             yield
         except BaseException:
-            if new and not self.job.exists():
+            if new and not self.spec.exists():
                 shutil.rmtree(self.path, ignore_errors=True)
             raise
 
     def begin_anew(self, *paths: Path) -> None:
-        """Take files away; what is written in their place can be read by the same people, and by nobody else."""
+        """Remove files; those written in their place get the same readers."""
         for path in paths:
             if path.is_file():
                 os.close(create_private(self._earlier(path), path))
                 path.unlink()
 
     def like(self, path: Path) -> Path | None:
-        """The file that says who may read a new `path`: the one it replaces, or was there before the batch."""
+        """The file whose mode a new `path` gets: the one it replaces, or the one that was there before the batch."""
         return next((one for one in (path, self._earlier(path)) if one.is_file()), None)
 
     def _earlier(self, path: Path) -> Path:
         return self.path / f"{path.name}{BEFORE}"
 
     def sweep(self) -> None:
-        """Remove what runners left half written when they were killed; only the lock's holder may."""
+        """Remove files that killed runners left half written; only for the holder of the lock."""
         for pattern in (".*.tmp", "*.new"):
             for left in self.path.glob(pattern):
                 left.unlink(missing_ok=True)
@@ -165,7 +166,7 @@ class BatchFolder:
 
 @dataclass(frozen=True)
 class PartFolder(BatchFolder):
-    """The results of one runner among several: files that nobody else ever writes."""
+    """The results of one runner among several, which no one else writes."""
 
     name: str = ""
 
@@ -202,9 +203,9 @@ def sync_dir(path: Path) -> None:
 
 
 class BatchLock(FileLock):
-    """Holds a job while the `with` block runs; refuses when somebody else does, and says who.
+    """Held while a runner works; refused, with the holder's name, when another process holds it.
 
-    `patient` is asked, while somebody else holds it, whether to wait.
+    While another process holds it, `patient` says whether to wait.
     """
 
     def __init__(self, path: Path, what: str, patient: Callable[[], bool] = lambda: False) -> None:
@@ -221,11 +222,34 @@ class BatchLock(FileLock):
             )
 
     def check(self) -> None:
-        """Refuse to go on when somebody took the job over: this process was stopped for long, or cut off."""
-        found = lock_holder(self.path)
-        if found != own_identity():
-            who = f"process {found.pid} on {found.host}" if found else "somebody who is gone again"
+        """Refuse to go on when another process has taken over: this one was stopped for long, or cut off."""
+        holder = lock_holder(self.path)
+        if holder != own_identity():
+            who = f"process {holder.pid} on {holder.host}" if holder else "a process that has ended since"
             raise ConflictError(
-                f"{self._what} was taken over by {who} while this process was not heard of.",
+                f"{self._what} was taken over by {who} while this process was silent.",
                 "Nothing was written since. Leave it to that process, or run the same command later.",
             )
+
+
+def note_output(output: Path) -> None:
+    """Remember where a batch writes, in Corral's home; a home that cannot be written does not stop the batch."""
+    path = str(output.absolute())
+    note = batches_dir() / hashlib.sha256(path.encode("utf-8", "surrogateescape")).hexdigest()[:32]
+    with contextlib.suppress(OSError):
+        if not note.exists():
+            make_private_dir(batches_dir())
+            write_atomic(note, path + "\n")
+
+
+def known_outputs() -> list[Path]:
+    """The outputs of all batches that still exist, the one worked on last first."""
+    outputs: list[tuple[float, Path]] = []
+    with contextlib.suppress(OSError):
+        for note in batches_dir().iterdir():
+            with contextlib.suppress(OSError, UnicodeDecodeError):
+                folder = BatchFolder(Path(note.read_text(encoding="utf-8").rstrip("\n")))
+                ledger = folder.ledger if folder.ledger.exists() else folder.spec
+                if folder.spec.is_file():
+                    outputs.append((ledger.stat().st_mtime, folder.output))
+    return [output for _, output in sorted(outputs, key=lambda pair: -pair[0])]

@@ -1,4 +1,4 @@
-"""What counts as done: one small record for every result line that is safely on disk.
+"""The results of a batch that count: one small record for every result line that is safely on disk.
 
 Results are committed in groups: the lines are appended to the results (or errors) file and synced, then their records
 are appended to the ledger and synced. A result counts once its record is there. So after a crash
@@ -9,16 +9,19 @@ are appended to the ledger and synced. A result counts once its record is there.
 - a record whose line is missing or not a line (a disk that lost what it had promised) is dropped.
 
 That makes exactly one line per id, whatever happened. A record holds the hashes of id and content, so that a resume
-compares what was asked, and the row's number only as a hint where to look first. After a write error (disk full) the
-files are cut back to the last commit, which needs no space. A ledger that is damaged is copied first (`damage`).
+compares them with the input; the row's number in it is only a hint where to look first. After a write error (disk
+full) the files are cut back to the last commit, which needs no space. A damaged ledger is copied first (`records`).
 """
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +29,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from corral.base.errors import DataError
+from corral.base.errors import CorralError, DataError
 from corral.base.files import create_private
 from corral.use.batch.core.folder import BatchFolder, sync_dir
 from corral.use.batch.core.records import (
@@ -42,21 +45,9 @@ from corral.use.batch.core.records import (
 )
 from corral.use.batch.core.table import Table
 
-__all__ = [
-    "FAILED",
-    "FINE",
-    "RECORD_BYTES",
-    "Finder",
-    "Ledger",
-    "LedgerEntry",
-    "LedgerRecord",
-    "Tally",
-    "read_ledger",
-]
-
 
 class LedgerEntry(NamedTuple):
-    """One result that is to be committed."""
+    """One result to commit."""
 
     row: int
     kind: int
@@ -65,7 +56,7 @@ class LedgerEntry(NamedTuple):
 
 @dataclass
 class Tally:
-    """What a ledger says about a table's rows."""
+    """Which rows of a table are done."""
 
     done: bytearray  # 1 for every row that has a result
     fine: int = 0
@@ -73,7 +64,7 @@ class Tally:
 
 
 class Ledger:
-    """The ledger of one job with its two files, open for appending; held by one process (`lock`)."""
+    """The ledger of a batch with its two files of lines, open for appending by the holder of the lock."""
 
     def __init__(self, folder: BatchFolder, table: Table, guard: Callable[[], None] = lambda: None) -> None:
         self._folder, self._table, self._guard = folder, table, guard
@@ -82,10 +73,10 @@ class Ledger:
         self._ends = [0, 0]
         self._ledger_fd = -1
         self._ledger_end = 0
-        self.repaired: list[str] = []  # what had to be cut, in words
+        self.repaired: list[str] = []  # what was cut or dropped, as text
 
     def open(self, forget_failed: bool = False) -> Tally:
-        """Open the files, repair what a crash left, and tell which rows are done; failed ones may be forgotten."""
+        """Open the files and repair what a crash left; which rows are done. Failed rows may be forgotten."""
         self._finish_rewrite()
         new = [path for path in (*self._paths, self._folder.ledger) if not path.exists()]
         for path in new:
@@ -102,8 +93,8 @@ class Ledger:
         return tally
 
     def commit(self, entries: Iterable[LedgerEntry]) -> None:
-        """Make results count: lines first, then their records; after an error nothing of them is left."""
-        self._guard()  # raises when the job is no longer ours
+        """Write results: lines first, then their records; after an error nothing of them is left."""
+        self._guard()  # raises when another process has taken over
         lines: tuple[list[bytes], list[bytes]] = ([], [])
         ends, records, table = list(self._ends), bytearray(), self._table
         for row, kind, line in entries:
@@ -117,7 +108,7 @@ class Ledger:
                     _append(self._fds[kind], b"".join(lines[kind]), self._ends[kind])
             _append(self._ledger_fd, records, self._ledger_end)
         except OSError as error:
-            self._cut_back()
+            self._cut_to_commit()
             cure = "Make room" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "Check the disk"
             raise DataError(
                 f"{self._folder.output} cannot be written: {error.strerror or error}.",
@@ -140,8 +131,10 @@ class Ledger:
     def line(self, record: LedgerRecord) -> bytes:
         return _line(self._fds, record)
 
-    def collect(self, parts: Sequence[BatchFolder], beat: Callable[[], None] = lambda: None) -> Tally:
-        """Take in what counts in other ledgers, in one step: a row with results in several keeps the first."""
+    def collect(self, parts: Sequence[BatchFolder]) -> Tally:
+        """Copy the results of other ledgers into this one, in one step; of several results of a row, the first
+        counts.
+        """
         with ExitStack() as stack:
             opened = [stack.enter_context(_reading(part)) for part in parts]
             others = [files for files in opened if files]
@@ -150,7 +143,7 @@ class Ledger:
                 deque(read_records(files.ledger_fd, damaged=damaged), maxlen=0)
                 self._keep_damaged(files, damaged)
             try:
-                return self._rewrite(Finder(self._table), others, beat)
+                return self._rewrite(Finder(self._table), others)
             except OSError as error:
                 for copy, _ in self._copies():
                     copy.unlink(missing_ok=True)
@@ -162,10 +155,10 @@ class Ledger:
 
     # Inside
 
-    def _cut_back(self) -> None:
-        """Leave nothing that does not count; where even that fails, the next `open` does it."""
+    def _cut_to_commit(self) -> None:
+        """Cut the files back to the last commit; where that fails, the next `open` does it."""
         for descriptor, end in (*zip(self._fds, self._ends, strict=True), (self._ledger_fd, self._ledger_end)):
-            with suppress(OSError):  # the error that led here is the one to tell
+            with suppress(OSError):  # the error that led here is the one to report
                 os.ftruncate(descriptor, end)
 
     def _scan(self, forget_failed: bool) -> Tally:
@@ -217,9 +210,8 @@ class Ledger:
             self.repaired.append(f"dropped a torn record from the ledger (copy: {copy})")
         return inside
 
-    def _rewrite(self, find: Finder, others: list[LedgerFiles], beat: Callable[[], None] = lambda: None) -> Tally:
-        """Copy the lines that count into new files, with a new ledger: rows changed, a disk lost data, or others
-        have results too."""
+    def _rewrite(self, find: Finder, others: list[LedgerFiles]) -> Tally:
+        """Copy the lines that count into new files, with a new ledger."""
         fresh = Tally(bytearray(len(self._table)))
         files = [os.fdopen(create_private(copy, self._folder.like(path)), "wb") for copy, path in self._copies()]
         own = LedgerFiles(self._fds, self._ledger_fd)
@@ -227,7 +219,6 @@ class Ledger:
         try:
             for source, record in _all_records([own, *others]):
                 row = find(record)
-                beat()
                 if row >= 0 and fresh.done[row]:  # two runners did it: the first counts
                     dropped += source is own
                     continue
@@ -269,7 +260,7 @@ class Ledger:
 
     @property
     def _marker(self) -> Path:
-        """Present while finished copies are being put in place: a crash in between is completed at the next start."""
+        """Present while finished copies are put in place: after a crash in between, the next start completes it."""
         return self._folder.path / "rewrite"
 
     def _copies(self) -> list[tuple[Path, Path]]:
@@ -287,7 +278,7 @@ class Ledger:
 
 
 def read_ledger(folder: BatchFolder, at: int = 0) -> Iterable[LedgerRecord]:
-    """The records of a job that somebody else may be working on; `at` is how many bytes of it were read before."""
+    """The records of a batch that other runners may work on, from byte `at` on."""
     try:
         descriptor = os.open(folder.ledger, os.O_RDONLY)
     except FileNotFoundError:
@@ -300,7 +291,7 @@ def read_ledger(folder: BatchFolder, at: int = 0) -> Iterable[LedgerRecord]:
 
 @contextmanager
 def _reading(folder: BatchFolder) -> Iterator[LedgerFiles | None]:
-    """Another ledger, for reading; None when it has nothing yet."""
+    """Another runner's ledger, open for reading; None when it has none yet."""
     opened: list[int] = []
     try:
         for path in (folder.results, folder.errors, folder.ledger):
@@ -372,3 +363,69 @@ def _append(descriptor: int, data: bytes | bytearray, at: int) -> None:
         written = os.pwrite(descriptor, view, at)
         view, at = view[written:], at + written
     os.fsync(descriptor)
+
+
+SHORTEST_S, LONGEST_S = 0.03, 1.0
+FULL_BYTES = 16 << 20
+
+
+class WriteBuffer:
+    """Collects results and commits them in groups.
+
+    One group is under way at a time, in a thread, so that the event loop never waits for a disk. The pause between
+    groups grows with what a sync costs (a tenth of the time at most, never over a second), so slow shared file
+    systems get few large groups and fast disks many small ones.
+    """
+
+    def __init__(self, ledger: Ledger, on_commit: Callable[[int], None]) -> None:
+        self._ledger, self._on_commit = ledger, on_commit
+        self._waiting: list[LedgerEntry] = []
+        self._waiting_bytes = self._flying_bytes = 0
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="corral-commit")
+        self._running: asyncio.Task[None] | None = None
+        self.failure: CorralError | None = None
+
+    @property
+    def full(self) -> bool:
+        """Whether the disk does not keep up, so that nothing more should be sent."""
+        return self._waiting_bytes + self._flying_bytes > FULL_BYTES
+
+    def add(self, entry: LedgerEntry) -> None:
+        self._waiting.append(entry)
+        self._waiting_bytes += len(entry.line)
+        if self._running is None and self.failure is None:
+            self._running = asyncio.get_running_loop().create_task(self._work())
+
+    async def drain(self) -> None:
+        """Wait until everything that was added is committed; raises the error that prevented it."""
+        while self._running is not None:
+            await asyncio.shield(self._running)
+        self._thread.shutdown()
+        if self.failure:
+            raise self.failure
+
+    async def _work(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            while self._waiting:
+                group, self._waiting = self._waiting, []
+                self._flying_bytes, self._waiting_bytes = self._waiting_bytes, 0
+                began = time.monotonic()
+                await loop.run_in_executor(self._thread, self._ledger.commit, group)
+                took = time.monotonic() - began
+                self._flying_bytes = 0
+                self._on_commit(len(group))
+                await asyncio.sleep(min(LONGEST_S, max(SHORTEST_S, 9 * took)))
+        except Exception as error:  # whatever it is, its group was not committed
+            self.failure = error if isinstance(error, CorralError) else _write_error(error)
+        finally:
+            self._running = None
+
+
+def _write_error(error: Exception) -> DataError:
+    reason = error if isinstance(error, OSError) else repr(error)
+    return DataError(
+        f"results cannot be written: {reason}.",
+        "Everything up to here is kept. Remove the cause, then run the same command again; it continues.",
+        errno=error.errno if isinstance(error, OSError) else None,
+    )

@@ -1,11 +1,7 @@
 """The records of a ledger as bytes: 40 each, with a checksum that tells a damaged one from a good one.
 
-Every record stands at a multiple of its size: whatever happened to one, the others are found and read.
-
-What a disk damaged is kept: a copy of the ledger, and the lines whose records cannot be read any more.
-
-Nothing is taken out of a ledger before its copy is safely on disk, in `damaged.1` (2, 3, …) of the job's folder. The
-rows of damaged records are done again; their old lines are there for whoever wants them.
+Every record stands at a multiple of its size, so the others can be read when one is damaged. Nothing is taken out of
+a ledger before it is copied, with the lines of its damaged records, to `damaged.1` (2, 3, …) in the batch's folder.
 """
 
 from __future__ import annotations
@@ -84,7 +80,7 @@ class LedgerFiles(NamedTuple):
 
 
 def set_aside(folder: BatchFolder, files: LedgerFiles) -> Path:
-    """Copy a damaged ledger, and the lines that no readable record names; where to."""
+    """Copy a damaged ledger, and the lines that no readable record names; the folder of the copy."""
     try:
         copy = _new_folder(folder.path)
         _copy(files.ledger_fd, [(0, os.fstat(files.ledger_fd).st_size)], copy / "ledger")
@@ -95,7 +91,7 @@ def set_aside(folder: BatchFolder, files: LedgerFiles) -> Path:
         sync_dir(folder.path)
     except OSError as error:
         raise DataError(
-            f"the ledger of {folder.output} is damaged, and cannot be copied before it is mended: "
+            f"the ledger of {folder.output} is damaged, and cannot be copied before it is repaired: "
             f"{error.strerror or error}.",
             "Nothing was changed. Make room, then run the same command again.",
             errno=error.errno,

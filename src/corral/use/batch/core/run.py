@@ -1,7 +1,7 @@
-"""Run the rows that one runner may do: drive the loop, heed signals and cancel files, tell how it ended.
+"""One run over the rows that a runner may do: drive the loop, obey signals and cancel files, summarise how it ended.
 
-A `Share` says which rows those are and where their results go: all of them for the runner that holds the lock
-(`whole_share`), blocks of them for one of several (`corral.use.batch.sharing`).
+An `Assignment` says which rows those are and where their results go: all of them for the runner that holds the lock
+(`whole_assignment`), blocks of them for one of several (`corral.use.batch.shared`).
 """
 
 from __future__ import annotations
@@ -22,29 +22,28 @@ from corral.client.client import run as run_loop
 from corral.client.endpoint import ModelServer
 from corral.use.batch.core.folder import BatchFolder, BatchLock
 from corral.use.batch.core.lanes import Lane
-from corral.use.batch.core.ledger import Ledger, LedgerEntry, Tally
-from corral.use.batch.core.runner import Counts, Feed, InOrder, Runner, RunnerSettings, Work
+from corral.use.batch.core.ledger import Ledger, LedgerEntry, Tally, WriteBuffer
+from corral.use.batch.core.runner import Counts, Feed, RowsInOrder, Runner, RunnerSettings, Work
 from corral.use.batch.core.table import RowReader, Table
-from corral.use.batch.core.write_buffer import WriteBuffer
 
 _COUNTED = ("rows", "before", "fine", "failed", "left", "prompt_tokens", "cached_tokens", "output_tokens", "retries",
             "losses", "stolen", "groups", "example", "peak_in_flight")  # fmt: skip
 
 
 class BatchState(StrEnum):
-    """Where a batch stands; a run of it ends as done, stopped (by a signal) or cancelled."""
+    """The state of a batch; a run of it ends as done, stopped (by a signal) or cancelled."""
 
     RUNNING = "running"
     DONE = "done"
     STOPPED = "stopped"
     CANCELLED = "cancelled"
     FAILED = "failed"
-    INTERRUPTED = "interrupted"  # its runner ended without a word
+    INTERRUPTED = "interrupted"  # its runner was killed
 
 
 @dataclass(frozen=True)
 class RunSummary:
-    """How one run of a job went."""
+    """What one run of a batch did."""
 
     state: BatchState
     rows: int
@@ -67,14 +66,14 @@ class RunSummary:
     stopped_by: str = ""  # the signal
 
     @classmethod
-    def of(cls, share: Share, state: BatchState, stopped_by: str = "") -> RunSummary:
-        counts = share.counts
+    def of(cls, assignment: Assignment, state: BatchState, stopped_by: str = "") -> RunSummary:
+        counts = assignment.counts
         counted: dict[str, Any] = {name: getattr(counts, name) for name in _COUNTED}
         return cls(
             state=state,
             wall_s=time.monotonic() - counts.began,
             errors=dict(counts.errors),
-            repaired=tuple(share.ledger.repaired),
+            repaired=tuple(assignment.ledger.repaired),
             stopped_by=stopped_by,
             **counted,
         )
@@ -93,7 +92,7 @@ class RunSummary:
 
 
 class Listener(Protocol):
-    """Somebody who is told how a job goes."""
+    """Receives the events and the progress of a run."""
 
     def note(self, kind: str, text: str) -> None:
         """Something happened: an endpoint was lost or came back, a file was repaired."""
@@ -103,7 +102,7 @@ class Listener(Protocol):
 
 
 class Quiet:
-    """A listener that says nothing."""
+    """A listener that shows nothing."""
 
     def note(self, kind: str, text: str) -> None:
         return
@@ -112,7 +111,7 @@ class Quiet:
         return
 
 
-class Share(Protocol):
+class Assignment(Protocol):
     """The rows that one runner may do, and where it writes what it did."""
 
     folder: BatchFolder
@@ -125,55 +124,57 @@ class Share(Protocol):
     def feed(self) -> Feed:
         """Where the next row comes from; may read all rows first."""
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Called every second: show that the runner lives, and learn what others did."""
 
     def is_over(self) -> bool:
         """Whether others have finished all of it."""
 
 
-class _WholeShare:
-    """All rows."""
+class _WholeAssignment:
+    """All rows of a batch."""
 
     def __init__(
-        self, folder: BatchFolder, ledger: Ledger, table: Table, tally: Tally, lock: BatchLock, order: RowOrder
+        self, folder: BatchFolder, ledger: Ledger, table: Table, tally: Tally, lock: BatchLock, row_order: RowOrder
     ) -> None:
         self.folder, self.ledger, self.table, self.done = folder, ledger, table, tally.done
         self.counts = Counts(rows=len(table), before=tally.fine + tally.failed)
-        self.alive, self.look, self._order = lock.path, lock.touch, order
+        self.alive, self.refresh, self._row_order = lock.path, lock.touch, row_order
 
     def feed(self) -> Feed:
-        order = self._order()
-        return InOrder(range(len(self.table)) if order is None else order, self.done)
+        order = self._row_order()
+        return RowsInOrder(range(len(self.table)) if order is None else order, self.done)
 
     def is_over(self) -> bool:
         return False
 
 
-RowOrder = Callable[[], Sequence[int] | None]  # the rows in the order in which they are sent; None: as they are
+RowOrder = Callable[
+    [], Sequence[int] | None
+]  # the rows in the order in which they are sent; None: in that of the input
 
 
 @contextlib.contextmanager
-def whole_share(
+def whole_assignment(
     folder: BatchFolder,
     table: Table,
     lock: BatchLock,
     listener: Listener,
     *,
-    order: RowOrder = lambda: None,
+    row_order: RowOrder = lambda: None,
     first: Iterable[LedgerEntry] = (),
     forget_failed: bool = False,
-) -> Iterator[Share]:
-    """The share of the only runner, who holds the lock; `first` are results that need no request (rows found bad)."""
+) -> Iterator[Assignment]:
+    """All rows, for the holder of the lock; `first` are results that need no request (rows found bad)."""
     ledger = Ledger(folder, table, lock.check)
     try:
         tally = ledger.open(forget_failed)
         for text in ledger.repaired:
             listener.note("repaired", text)
-        share = _WholeShare(folder, ledger, table, tally, lock, order)
+        assignment = _WholeAssignment(folder, ledger, table, tally, lock, row_order)
         if bad := commit_first(first, tally, ledger):
-            share.counts.failed = share.counts.errors["InvalidRow"] = bad
-        yield share
+            assignment.counts.failed = assignment.counts.errors["InvalidRow"] = bad
+        yield assignment
     finally:
         ledger.close()
 
@@ -190,55 +191,31 @@ def commit_first(first: Iterable[LedgerEntry], tally: Tally, ledger: Ledger) -> 
     return count
 
 
-def run_job(
-    folder: BatchFolder,
-    table: Table,
-    work: Work,
-    servers: Sequence[ModelServer],
-    settings: RunnerSettings | None = None,
-    *,
-    lock: BatchLock,
-    listener: Listener | None = None,
-    signals: bool = True,
-) -> RunSummary:
-    """Give every row of the table that has none yet its one result line; returns when done, stopped or cancelled.
-
-    The caller holds the job's lock and has compared what is asked with what was asked before. Errors that end the job
-    are raised after everything finished was committed.
-    """
-    listener = listener or Quiet()
-    with whole_share(folder, table, lock, listener) as share:
-        return run_share(lambda: servers, share, work, settings or RunnerSettings(), listener, signals)
-
-
-def run_share(
+def run_assignment(
     find: Callable[[], Sequence[ModelServer]],
-    share: Share,
+    assignment: Assignment,
     work: Work,
     settings: RunnerSettings,
     listener: Listener,
     signals: bool,
 ) -> RunSummary:
-    """Do the rows of a share on servers, which are looked for, or started, only when there is something to send."""
-    loop = _Loop(share, listener)
-    if not share.counts.left:
+    """Do the rows of an assignment on servers, which are found, or started, only when there is something to send."""
+    loop = _Loop(assignment, listener)
+    if not assignment.counts.left:
         return loop.summary()
-    with heartbeat(share.alive):
-        feed, servers = share.feed(), find()
-    share.counts.began = time.monotonic()
-    reader = RowReader(share.table)
-    try:
+    with heartbeat(assignment.alive):
+        feed, servers = assignment.feed(), find()
+    assignment.counts.began = time.monotonic()
+    with contextlib.closing(RowReader(assignment.table)) as reader:
         return run_loop(loop.run(work, reader, feed, servers, settings, signals))
-    finally:
-        reader.close()
 
 
 class _Loop:
     """One run inside the event loop."""
 
-    def __init__(self, share: Share, listener: Listener) -> None:
-        self._share, self._listener = share, listener
-        self._looked = 0.0
+    def __init__(self, assignment: Assignment, listener: Listener) -> None:
+        self._assignment, self._listener = assignment, listener
+        self._refreshed = 0.0
         self._cancelled = False
         self._stopped_by = ""
 
@@ -251,12 +228,12 @@ class _Loop:
         settings: RunnerSettings,
         signals: bool,
     ) -> RunSummary:
-        share = self._share
-        outbox = WriteBuffer(share.ledger, self._on_commit)
-        runner = Runner(work, reader, feed, share.done, servers, outbox, share.counts, settings, self._listener.note)
+        rows = self._assignment
+        buffer = WriteBuffer(rows.ledger, self._on_commit)
+        runner = Runner(work, reader, feed, rows.done, servers, buffer, rows.counts, settings, self._listener.note)
         restore = self._on_signals(runner) if signals else None
         try:
-            self._heed_cancel(runner)  # it may have come while the input was checked: then nothing is sent
+            self._check_cancel(runner)  # asked for while the input was checked: then nothing is sent
             await runner.run(self._tick)
         finally:
             if restore:
@@ -264,45 +241,41 @@ class _Loop:
         return self.summary(runner.lanes)
 
     def summary(self, lanes: Sequence[Lane] = ()) -> RunSummary:
-        share = self._share
-        share.counts.losses = sum(lane.losses for lane in lanes)
-        done = not share.counts.left or share.is_over()
+        assignment = self._assignment
+        assignment.counts.losses = sum(lane.losses for lane in lanes)
+        done = not assignment.counts.left or assignment.is_over()
         unfinished = BatchState.CANCELLED if self._cancelled else BatchState.STOPPED
-        return RunSummary.of(share, BatchState.DONE if done else unfinished, self._stopped_by)
+        return RunSummary.of(assignment, BatchState.DONE if done else unfinished, self._stopped_by)
 
     def _on_commit(self, count: int) -> None:
-        self._share.counts.committed += count
-        self._share.counts.groups += 1
+        self._assignment.counts.committed += count
+        self._assignment.counts.groups += 1
 
     def _tick(self, runner: Runner) -> None:
-        counts, now = self._share.counts, time.monotonic()
+        counts, now = self._assignment.counts, time.monotonic()
         counts.peak_in_flight = max(counts.peak_in_flight, counts.in_flight)
-        if now - self._looked > 1.0:
-            self._looked = now
-            self._share.look()
-            self._heed_cancel(runner)
-            if self._share.is_over():
+        if now - self._refreshed > 1.0:
+            self._refreshed = now
+            self._assignment.refresh()
+            self._check_cancel(runner)
+            if self._assignment.is_over():
                 runner.stop()
                 runner.stop()  # at once
         self._listener.tick(counts, runner)
 
-    def _heed_cancel(self, runner: Runner) -> None:
-        if self._share.folder.cancel.exists() and not runner.stopped:
+    def _check_cancel(self, runner: Runner) -> None:
+        if self._assignment.folder.cancel.exists() and not runner.stopped:
             self._cancelled = True
             self._listener.note("cancelled", "asked to stop; rows under way may finish")
             runner.stop()
 
     def _on_signals(self, runner: Runner) -> Callable[[], None]:
-        """Ctrl-C, SIGTERM and SIGUSR1 (a walltime warning) stop gently; a second one gives up what is under way."""
+        """Stop on Ctrl-C, SIGTERM and SIGUSR1 (a walltime warning); a second signal gives up the rows under way."""
         loop = asyncio.get_running_loop()
 
         def stop(name: str) -> None:
-            again = runner.stopped
-            text = (
-                "giving up what is under way"
-                if again
-                else "finishing what is under way; press again to leave at once"
-            )
+            finishing = "finishing what is under way; press again to leave at once"
+            text = "giving up what is under way" if runner.stopped else finishing
             self._listener.note("stopping", f"{name}: {text}")
             self._stopped_by = self._stopped_by or name
             runner.stop()

@@ -1,9 +1,9 @@
 """The loop that keeps endpoints full and turns rows into results: futures and callbacks, no task per row.
 
-Rows come from a table in a chosen order; a `Work` makes the requests of a row and its result line; finished lines go
-through an `WriteBuffer` into the ledger. What is in memory is what is under way. Every lane takes its next row when
-it has room, so a fast endpoint does more; when no row is left, idle lanes take over the oldest rows of slow ones, and
-the first answer counts.
+Rows come from a feed; a `Work` makes the requests of a row and its result line; finished lines go through a
+`WriteBuffer` into the ledger. Only rows under way are in memory. Every lane takes its next row when it has room, so a
+fast endpoint does more; when no row is left, idle lanes repeat the oldest rows of slow ones, and the first answer
+counts.
 """
 
 from __future__ import annotations
@@ -24,12 +24,10 @@ from corral.client.errors import RequestError
 from corral.client.fanout import backoff_s
 from corral.client.pool import Page, open_files
 from corral.client.reply import Reply
-from corral.use.batch.core.lanes import Lane, Verdict, judge
-from corral.use.batch.core.ledger import LedgerEntry
-from corral.use.batch.core.pace import LanePace
+from corral.use.batch.core.lanes import Lane, LanePace, Verdict, judge
+from corral.use.batch.core.ledger import LedgerEntry, WriteBuffer
 from corral.use.batch.core.records import FAILED, FINE
 from corral.use.batch.core.table import RowReader
-from corral.use.batch.core.write_buffer import WriteBuffer
 
 KEPT = "Everything up to here is kept. When the server is back, run the same command again."
 _OTHER_FILES = 64  # that a process has open besides its connections
@@ -44,21 +42,21 @@ class RowRequest(NamedTuple):
     page: bool = False  # the answer is no completion (`/tokenize`)
 
 
-class RowAsk(NamedTuple):
-    """What a row asks for: requests (one or more, all must succeed) and whatever is needed when they are answered."""
+class RowStep(NamedTuple):
+    """Requests of a row that are sent at once (all must succeed), and the context that their result needs."""
 
     requests: Sequence[RowRequest]
     context: Any = None
 
 
 class Work(Protocol):
-    """What a job does with its rows."""
+    """Turns rows into requests, and replies into result lines."""
 
-    def ask(self, number: int, raw: bytes) -> RowAsk:
-        """The requests of a row; a CorralError sends the row to the error file."""
+    def first_step(self, number: int, raw: bytes) -> RowStep:
+        """The first requests of a row; a CorralError sends the row to the error file."""
 
-    def result(self, number: int, context: Any, replies: Sequence[Any]) -> bytes | RowAsk:
-        """Its result line, with a line feed, or what it asks next; DataError and RequestError are the row's fault."""
+    def result(self, number: int, context: Any, replies: Sequence[Any]) -> bytes | RowStep:
+        """The result line, with a line feed, or the next step; DataError and RequestError are the row's fault."""
 
     def failure(self, number: int, raw: bytes, error: CorralError) -> bytes:
         """The row's line in the error file, with its line feed."""
@@ -67,23 +65,23 @@ class Work(Protocol):
 class Feed(Protocol):
     """Where the next row comes from."""
 
-    def take(self) -> int | None:
-        """The number of a row to be sent now; None when there is none, now or at all."""
+    def next_row(self) -> int | None:
+        """The number of a row to send now; None when there is none, now or at all."""
 
 
-class InOrder:
+class RowsInOrder:
     """All rows that are not done yet, in a given order."""
 
     def __init__(self, order: Sequence[int], done: bytearray) -> None:
         self._rows = (number for number in order if not done[number])
 
-    def take(self) -> int | None:
+    def next_row(self) -> int | None:
         return next(self._rows, None)
 
 
 @dataclass(frozen=True)
 class RunnerSettings:
-    """How hard to try."""
+    """Concurrency, retries, and how long to wait for what."""
 
     concurrency: int | None = None  # fixed, instead of adapted
     start: int = 256
@@ -104,7 +102,7 @@ class RunnerSettings:
 
 @dataclass
 class Counts:
-    """What happened so far."""
+    """The progress of a run."""
 
     rows: int = 0
     before: int = 0  # done in earlier runs
@@ -133,29 +131,29 @@ class Counts:
 class _Flight:
     """One row under way."""
 
-    __slots__ = ("ask", "attempts", "began", "doubled", "left", "losses", "number", "raw", "replies")
+    __slots__ = ("attempts", "began", "doubled", "left", "losses", "number", "raw", "replies", "step")
 
-    def __init__(self, number: int, raw: bytes, ask: RowAsk) -> None:
+    def __init__(self, number: int, raw: bytes, step: RowStep) -> None:
         self.number, self.raw = number, raw
         self.attempts = self.losses = 0
         self.began = 0.0
-        self.begin(ask)
+        self.begin(step)
 
-    def begin(self, ask: RowAsk) -> None:
-        """Send these requests from now on; late answers to others no longer count."""
-        self.ask = ask
-        self.replies: list[Reply | Page | None] = [None] * len(ask.requests)
-        self.left = len(ask.requests)
+    def begin(self, step: RowStep) -> None:
+        """Begin a step; late answers to the one before no longer count."""
+        self.step = step
+        self.replies: list[Reply | Page | None] = [None] * len(step.requests)
+        self.left = len(step.requests)
         self.doubled = False
 
 
 def _fits(most: int, lane: Lane, flight: _Flight, part: int) -> bool:
     """Whether a lane may take a request beside what it carries; alone, it may take any."""
-    return not lane.weight or lane.weight + flight.ask.requests[part].weight <= most
+    return not lane.weight or lane.weight + flight.step.requests[part].weight <= most
 
 
 class Runner:
-    """Runs one job until it is done, stopped or failed."""
+    """Sends the rows of one run until they are done, or the run is stopped or failed."""
 
     def __init__(
         self,
@@ -164,17 +162,17 @@ class Runner:
         feed: Feed,
         done: bytearray,
         servers: Sequence[ModelServer],
-        outbox: WriteBuffer,
+        buffer: WriteBuffer,
         counts: Counts,
         settings: RunnerSettings,
         on_note: Callable[[str, str], None],
     ) -> None:
-        self._work, self._reader, self._done, self._outbox = work, reader, done, outbox
+        self._work, self._reader, self._done, self._buffer = work, reader, done, buffer
         self.counts, self.settings, self._on_note = counts, settings, on_note
         self._feed = feed
         self._retries: list[tuple[float, int, _Flight, int]] = []  # due, tie, flight, part
         self._tie = itertools.count()
-        self._next: tuple[_Flight, int] | None = None  # too heavy for what was under way
+        self._held: tuple[_Flight, int] | None = None  # too heavy for what was under way
         self._flights: dict[int, _Flight] = {}
         self._recent: deque[bool] = deque(maxlen=settings.runaway_rows)
         self._trouble_since: float | None = None
@@ -206,7 +204,7 @@ class Runner:
         self._changed.set()
 
     async def run(self, on_tick: Callable[[Runner], None]) -> None:
-        """Work until every row has a result, or `stop` was called; raises what ended the job before that."""
+        """Work until every row has a result, or `stop` was called; raises the error that ended the run earlier."""
         for lane in self.lanes:
             lane.start()
         try:
@@ -219,9 +217,9 @@ class Runner:
                 on_tick(self)
         finally:
             closing = [lane.close() for lane in self.lanes]
-            self._done = bytearray(b"\1") * len(self._done)  # what still comes in no longer counts
+            self._done = bytearray(b"\1") * len(self._done)  # replies that arrive from now on no longer count
             await asyncio.gather(*closing)
-            await self._outbox.drain()
+            await self._buffer.drain()
         if self._failure:
             raise self._failure
 
@@ -230,46 +228,46 @@ class Runner:
     def _fill(self, lane: Lane) -> None:
         """Give a lane as much as it has room for."""
         most = self.settings.most_weight
-        while lane.room > 0 and not self._outbox.full and not self._ending:
-            part, self._next = self._next or self._take(), None
+        while lane.room > 0 and not self._buffer.full and not self._ending:
+            part, self._held = self._held or self._next_request(), None
             if part is None:
                 break
             if most is not None and not _fits(most, lane, *part):
-                self._next = part
+                self._held = part
                 break
             self._send(lane, *part)
 
     @property
     def _ending(self) -> bool:
-        """Whether nothing more is to be sent: results could not be kept, or somebody has stopped it."""
-        return self._stop_by is not None or self._failure is not None or self._outbox.failure is not None
+        """Whether nothing more is sent: results could not be kept, or the run was stopped."""
+        return self._stop_by is not None or self._failure is not None or self._buffer.failure is not None
 
-    def _take(self) -> tuple[_Flight, int] | None:
-        """The next request: one whose pause is over, a further one of a row under way, or that of a new row."""
+    def _next_request(self) -> tuple[_Flight, int] | None:
+        """The next request: one whose pause is over, another one of a row under way, or that of a new row."""
         if self._retries and self._retries[0][0] <= time.monotonic():
             _, _, flight, part = heapq.heappop(self._retries)
             return flight, part
-        while (number := self._feed.take()) is not None:
+        while (number := self._feed.next_row()) is not None:
             try:
                 raw = self._reader.raw(number)
             except CorralError as error:
                 self._fail(error)
                 return None
             try:
-                ask = self._work.ask(number, raw)
+                step = self._work.first_step(number, raw)
             except CorralError as error:
                 self._settle(number, FAILED, self._work.failure(number, raw, error), error)
                 continue
-            flight = self._flights[number] = _Flight(number, raw, ask)
+            flight = self._flights[number] = _Flight(number, raw, step)
             flight.began = time.monotonic()
-            for part in range(1, len(ask.requests)):
+            for part in range(1, len(step.requests)):
                 heapq.heappush(self._retries, (0.0, next(self._tie), flight, part))
             return flight, 0
         return None
 
     def _send(self, lane: Lane, flight: _Flight, part: int) -> None:
         assert lane.client is not None
-        request = flight.ask.requests[part]
+        request = flight.step.requests[part]
         try:
             send = lane.client.post if request.page else lane.client.send
             future: asyncio.Future[Any] = send(request.path, request.body)
@@ -278,17 +276,17 @@ class Runner:
             return
         lane.in_flight += 1
         lane.weight += request.weight
-        future.add_done_callback(partial(self._landed, lane, flight, flight.ask, part))
+        future.add_done_callback(partial(self._on_reply, lane, flight, flight.step, part))
 
     # Receiving
 
-    def _landed(self, lane: Lane, flight: _Flight, ask: RowAsk, part: int, future: asyncio.Future[Any]) -> None:
+    def _on_reply(self, lane: Lane, flight: _Flight, step: RowStep, part: int, future: asyncio.Future[Any]) -> None:
         lane.in_flight -= 1
-        lane.weight -= ask.requests[part].weight
+        lane.weight -= step.requests[part].weight
         if future.cancelled():
             return
         error = future.exception()
-        if self._done[flight.number] or flight.ask is not ask:
+        if self._done[flight.number] or flight.step is not step:
             if self._done[flight.number]:
                 self._flights.pop(flight.number, None)
             self._fill(lane)
@@ -319,13 +317,13 @@ class Runner:
         self._mean_s += 0.02 * (time.monotonic() - flight.began - self._mean_s)
         replies = [reply for reply in flight.replies if reply is not None]
         try:
-            line = self._work.result(flight.number, flight.ask.context, replies)
+            line = self._work.result(flight.number, flight.step.context, replies)
         except (DataError, RequestError) as error:
             self._settle(flight.number, FAILED, self._work.failure(flight.number, flight.raw, error), error)
         except CorralError as error:
             self._fail(error)
         else:
-            if isinstance(line, RowAsk):
+            if isinstance(line, RowStep):
                 flight.begin(line)
                 for number in range(len(line.requests)):
                     heapq.heappush(self._retries, (0.0, next(self._tie), flight, number))
@@ -335,20 +333,20 @@ class Runner:
     def _failed(self, lane: Lane, flight: _Flight, part: int, error: RequestError) -> None:
         verdict, settings, now = judge(error), self.settings, time.monotonic()
         if self._stop_by is not None and verdict not in (Verdict.ROW, Verdict.FATAL):
-            self._flights.pop(flight.number, None)  # we are leaving: it stays undone
+            self._flights.pop(flight.number, None)  # the run ends: the row stays undone
             return
         if verdict is Verdict.FATAL and lane.losses and not flight.losses:
-            flight.losses = 1  # after a restart the key may be a new one: look again first
+            flight.losses = 1  # after a restart the key may be a new one: find the server again first
             verdict = Verdict.AWAY
         self.counts.example = error.message
-        asked_s: float | None = None
+        retry_after_s: float | None = None
         if verdict is Verdict.FATAL:
             self._fail(error)
             return
         if verdict is Verdict.LATER:
             lane.pace.overloaded(now)
-            lane.decline()
-            asked_s = getattr(error, "retry_after_s", None)
+            lane.check_moved()
+            retry_after_s = getattr(error, "retry_after_s", None)
             flight.attempts = min(flight.attempts + 1, settings.attempts - 1)
         elif verdict is Verdict.AGAIN:
             flight.attempts += 1
@@ -364,7 +362,7 @@ class Runner:
         self._trouble_since = self._trouble_since or now
         pause = 0.0
         if verdict in (Verdict.AGAIN, Verdict.LATER):
-            pause = backoff_s(flight.attempts - 1, settings.backoff_s, settings.longest_backoff_s, asked_s)
+            pause = backoff_s(flight.attempts - 1, settings.backoff_s, settings.longest_backoff_s, retry_after_s)
         elif verdict is Verdict.GONE:
             pause = backoff_s(min(flight.losses, 3), settings.backoff_s / 8, 1.0)
         heapq.heappush(self._retries, (now + pause, next(self._tie), flight, part))
@@ -375,7 +373,7 @@ class Runner:
             return
         self._done[number] = 1
         self._flights.pop(number, None)
-        self._outbox.add(LedgerEntry(number, kind, line))
+        self._buffer.add(LedgerEntry(number, kind, line))
         if kind == FINE:
             self.counts.fine += 1
         else:
@@ -385,14 +383,14 @@ class Runner:
         if error is not None:
             self._check_runaway(error)
 
-    # Looking after the whole
+    # Watching the run
 
     def _fail(self, error: CorralError) -> None:
         self._failure = self._failure or error
         self._changed.set()
 
     def _ended(self) -> bool:
-        if self._failure or self._outbox.failure or not self.counts.left:
+        if self._failure or self._buffer.failure or not self.counts.left:
             return True
         if self._stop_by is None:
             return False
@@ -414,7 +412,7 @@ class Runner:
 
     @property
     def waiting_for(self) -> str:
-        """Why nothing is sent: what the servers do that are waited for; empty while one of them is there."""
+        """Why nothing is sent: the state of the servers; empty while one of them is up."""
         if any(lane.up for lane in self.lanes):
             return ""
         return "; ".join(lane.absence.text for lane in self.lanes if lane.absence)
@@ -433,7 +431,7 @@ class Runner:
             )
 
     def _steal(self, now: float) -> None:
-        """When nothing is left to send, idle lanes take over the oldest rows of the others."""
+        """When nothing is left to send, send the oldest rows of busy lanes to idle ones, too."""
         if len(self.lanes) < 2 or self._stop_by is not None or len(self._flights) > 256:
             return
         idle = [lane for lane in self.lanes if lane.up and not lane.in_flight]

@@ -1,9 +1,9 @@
-"""The rows of a job in 33 bytes each: hashes of id and content, place in the data file, line number, flags.
+"""The rows of a batch in 33 bytes each: hashes of id and content, place in the data file, line number, flags.
 
-A row is named by the hash of its id and known by the hash of its content (64 bits each; a million rows collide with
-a probability of 3e-8, and a collision is noticed by comparing the rows themselves). The data file is the input itself
-when any place of it can be read, otherwise a spool. A row read from it must still have the hash it had when it was
-checked: an input that changes under a running job stops it.
+A row is identified by the hash of its id and compared by the hash of its content (64 bits each; among a million rows
+two collide with a probability of 3e-8, and a collision is noticed by comparing the rows themselves). The data file is
+the input itself when any place of it can be read, otherwise a spool. A row must still have the hash it had when it
+was checked: an input that changes under a running batch stops it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ VERSION = 1
 
 
 def hash64(data: bytes) -> int:
-    """The 64-bit name of some bytes."""
+    """The 64-bit hash of some bytes."""
     return int.from_bytes(blake2b(data, digest_size=8).digest(), "little")
 
 
@@ -54,7 +54,7 @@ class Table:
         self.flags.append(flag)
 
     def digest(self) -> str:
-        """A name for all rows with their contents, in their order."""
+        """A hash over all rows with their contents, in their order."""
         state = blake2b(digest_size=16)
         state.update(memoryview(self.ids).cast("B"))
         state.update(memoryview(self.contents).cast("B"))
@@ -87,7 +87,7 @@ class Table:
 
     @classmethod
     def load(cls, path: Path) -> tuple[Table, dict[str, Any]] | None:
-        """A saved table and what was said about it; None when there is none, or it is of another version."""
+        """A saved table and its description; None when there is none, or it is of another version."""
         try:
             with path.open("rb") as file:
                 about = msgspec.json.decode(file.readline())
@@ -99,19 +99,17 @@ class Table:
                 table = cls(data)
                 for name, _ in _COLUMNS:
                     getattr(table, name).fromfile(file, about["rows"])
-        except FileNotFoundError:
-            return None
-        except (msgspec.MsgspecError, KeyError, TypeError, EOFError):
+        except (FileNotFoundError, msgspec.MsgspecError, KeyError, TypeError, EOFError):
             return None
         return table, about
 
     def longest_first(self) -> Sequence[int]:
-        """Row numbers by falling work: no long row is left over at the end."""
+        """Row numbers, those with the most work first, so that no long row is left at the end."""
         work = self.lengths if self.weights is None else self.weights
         return array("I", sorted(range(len(self)), key=work.__getitem__, reverse=True))
 
     def prefix_first(self) -> Sequence[int]:
-        """Row numbers with equal beginnings next to each other, for the server's prefix cache."""
+        """Row numbers with equal prefixes next to each other, for the server's prefix cache."""
         prefixes = self.prefixes
         if prefixes is None:
             raise DataError("the rows were checked without their prefixes.", "Check them again.")
@@ -119,7 +117,7 @@ class Table:
 
 
 class RowReader:
-    """Reads rows by number from the data file, and refuses one that is not what was checked."""
+    """Reads rows by number from the data file; refuses one that changed since it was checked."""
 
     def __init__(self, table: Table) -> None:
         self._table = table

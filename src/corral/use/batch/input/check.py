@@ -1,25 +1,38 @@
-"""The whole input, checked in one streaming pass before anything starts: every problem, by line.
+"""The whole input, checked in one streaming pass before anything is sent: every problem, by line.
 
 Good rows and bad ones both enter the table, so that a bad row skipped on purpose has its one line in the error file
-like any other. Memory does not grow with the text of the input, nor with the number of problems (they go to a file).
+like any other. Memory grows neither with the text of the input nor with the number of problems (they go to a file).
+
+Prompts that may be longer than the context are counted by the model's own tokenizer: a running server is asked; where
+none runs yet, the tokenizer on disk is used inside the engine's environment. Where both are missing nothing is
+counted, and the server will refuse rows that are too long.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
+import tempfile
 from array import array
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import resources
 from pathlib import Path
+from subprocess import DEVNULL, PIPE, SubprocessError, run
 from typing import IO, Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
 import msgspec
 
-from corral.base.errors import DataError
+from corral.base.errors import CorralError, DataError
+from corral.client.client import Client
+from corral.client.client import run as run_loop
+from corral.client.endpoint import Endpoint, ModelServer
+from corral.client.sampling import ANSWER_TOKENS
 from corral.use.batch.core.folder import BatchFolder
 from corral.use.batch.core.table import BAD, RowReader, Table, hash64
-from corral.use.batch.input.recipe import OPENAI, Parsed, Recipe, asked_tokens
+from corral.use.batch.input.recipe import OPENAI, Parsed, Recipe, max_answer_tokens
 from corral.use.batch.input.rows import InputItem, InputSource
 
 SHOWN = 50
@@ -28,31 +41,31 @@ _ADDED_TOKENS = 8  # that a tokenizer puts around a prompt; a chat template's ar
 
 
 class Readable(Protocol):
-    """How rows are read: a `Recipe`, or whatever another kind of work has in its place."""
+    """How rows are read: the `Recipe` of a batch, or `ScoreRows`."""
 
     @property
     def kind(self) -> str: ...
 
     def settled(self, raw: bytes) -> Self:
-        """For the kind of rows that the first one shows."""
+        """The reader for the kind of rows that the first row shows."""
 
     def read(self, raw: bytes, line: int, models: tuple[str, ...] = ()) -> Parsed:
-        """A row; DataError with the problem in words when it is bad."""
+        """A row; DataError with the problem as its message when it is bad."""
 
     def loose_id(self, raw: bytes) -> str | None:
-        """The id of a bad row, if it can be told."""
+        """The id of a bad row, if it has a readable one."""
 
 
 R = TypeVar("R", bound=Readable)
 
 
 class Scanned(NamedTuple, Generic[R]):
-    """What a check found."""
+    """The result of a check."""
 
     table: Table
     problems: Problems
-    long_rows: list[int]  # perhaps longer than the context: to be counted in tokens
-    recipe: R  # settled for the kind of rows there are
+    long_rows: list[int]  # perhaps longer than the context: their tokens must be counted
+    recipe: R  # for the kind of rows that the input has
 
 
 class RowProblem(msgspec.Struct, frozen=True):
@@ -66,7 +79,7 @@ class RowProblem(msgspec.Struct, frozen=True):
 
 @dataclass
 class Problems:
-    """All problems of an input: counted, the first of each kind at hand, all of them in a file."""
+    """All problems of an input: counted, the first of each kind in memory, all of them in a file."""
 
     path: Path
     count: int = 0
@@ -85,10 +98,10 @@ class Problems:
                 self.first.append(problem)
 
     def refusal(self, source: InputSource, rows: int, remedy: str) -> DataError:
-        """What is wrong with an input as a whole, the first of each kind by its line."""
+        """The error that lists the first problem of each kind by its line."""
         what = "item" if source.format in ("json", "parquet") else "line"
         shown = sorted(self.first, key=lambda p: p.line)[:20]
-        lines = "".join(f"\n    {what} {p.line} {p.text}{alike(self.kinds[p.text])}" for p in shown)
+        lines = "".join(f"\n    {what} {p.line} {p.text}{more_rows(self.kinds[p.text])}" for p in shown)
         left = self.count - sum(self.kinds[p.text] for p in shown)
         more = f"\n    … and {left} more" if left else ""
         return DataError(
@@ -99,7 +112,7 @@ class Problems:
         )
 
     def put_in_place(self, folder: BatchFolder, table: Table) -> None:
-        """The new check counts from now on: its spool and its problems take the place of older ones."""
+        """Let the new check's spool and problems replace those of an earlier one."""
         if table.data == new_name(folder.spool):
             table.data.replace(folder.spool)
             table.data = folder.spool
@@ -118,8 +131,8 @@ class Problems:
             self.path.unlink(missing_ok=True)
 
 
-def alike(count: int) -> str:
-    """How many more rows have the same problem, in words."""
+def more_rows(count: int) -> str:
+    """How many more rows have the same problem, as text."""
     return f"; {count - 1} more rows too" if count > 2 else "; one more row too" if count == 2 else ""
 
 
@@ -133,20 +146,20 @@ def read_problems(path: Path) -> Iterator[RowProblem]:
 
 
 def new_name(path: Path) -> Path:
-    """Where a check writes what only counts once the job is accepted."""
+    """Where a check writes files that only count once the batch is accepted."""
     return path.with_name(path.name + ".new")
 
 
-def _judged(
-    item: InputItem, recipe: Readable, models: tuple[str, ...], taken: str | None
+def _parsed(
+    item: InputItem, recipe: Readable, models: tuple[str, ...], added: str | None
 ) -> tuple[Parsed | None, str, str | None]:
-    """A row as it was understood, what is wrong with it, and its id as far as it has one."""
+    """A row, what is wrong with it, and its id if it has a readable one."""
     if item.problem:
         return None, item.problem, None
     try:
         parsed = recipe.read(item.raw, item.line, models)
-        if taken is not None and recipe.kind != OPENAI and taken in parsed.row:
-            raise DataError(f"has a column {taken!r}, which the output adds (--answer-column)")
+        if added is not None and recipe.kind != OPENAI and added in parsed.row:
+            raise DataError(f"has a column {added!r}, which the output adds (--answer-column)")
     except DataError as error:
         return None, error.message, recipe.loose_id(item.raw)
     return parsed, "", parsed.id
@@ -158,10 +171,10 @@ def scan(
     folder: BatchFolder,
     *,
     models: tuple[str, ...] = (),
-    taken: str | None = None,
+    added: str | None = None,
     context: int | None = None,
 ) -> Scanned[R]:
-    """Read and check an input; `taken` is the column that the output adds, which rows must not have."""
+    """Read and check an input; `added` is the column that the output adds, which rows must not have."""
     table = Table(source.path.absolute() if source.in_place and source.path else new_name(folder.spool))
     problems = Problems(new_name(folder.problems))
     spool = None if source.in_place else table.data.open("wb")
@@ -171,7 +184,7 @@ def scan(
         for item in source.items():
             number = len(table)
             recipe = recipe if item.problem else recipe.settled(item.raw)
-            parsed, problem, identity = _judged(item, recipe, models, taken)
+            parsed, problem, identity = _parsed(item, recipe, models, added)
             offset = item.offset
             if spool is not None:
                 offset, next_offset = next_offset, next_offset + len(item.raw) + 1
@@ -194,26 +207,23 @@ def scan(
 
 def _may_be_long(parsed: Parsed, context: int) -> bool:
     """A token is at least a byte: only prompts with more bytes than the context has tokens need counting."""
-    return len(_prompt(parsed.body)) + _ADDED_TOKENS + asked_tokens(parsed.body) > context
+    return len(_prompt(parsed.body)) + _ADDED_TOKENS + max_answer_tokens(parsed.body) > context
 
 
-def note_beginnings(table: Table, recipe: Recipe) -> None:
-    """Remember the first characters of every prompt, for the order that puts equal ones together."""
+def note_prefixes(table: Table, recipe: Recipe) -> None:
+    """Note the prefix of every prompt, for the order that puts equal ones together."""
     table.prefixes = array("Q", (hash64(_prompt(body)[:_PREFIX_BYTES]) for body in _bodies(table, recipe)))
 
 
 def note_weights(table: Table, recipe: Recipe) -> None:
-    """Remember how much work every row is: tokens asked for, and those of the prompt at a tenth of their price."""
+    """Note how much work every row is: the tokens of its answer, and those of its prompt at a tenth of their cost."""
     table.weights = array("Q", (_weight(body) for body in _bodies(table, recipe)))
 
 
 def _bodies(table: Table, recipe: Recipe) -> Iterator[dict[str, Any]]:
-    reader = RowReader(table)
-    try:
+    with contextlib.closing(RowReader(table)) as reader:
         for number in range(len(table)):
             yield {} if table.flags[number] else recipe.read(reader.raw(number), table.lines[number]).body
-    finally:
-        reader.close()
 
 
 def _prompt(body: dict[str, Any]) -> bytes:
@@ -222,16 +232,15 @@ def _prompt(body: dict[str, Any]) -> bytes:
 
 
 def _weight(body: dict[str, Any]) -> int:
-    return 40 * asked_tokens(body) * int(body.get("n") or 1) + len(_prompt(body))
+    return 40 * max_answer_tokens(body) * int(body.get("n") or 1) + len(_prompt(body))
 
 
 def _mark_duplicates(table: Table, recipe: Readable, problems: Problems) -> None:
-    """Ids that occur twice: the later row is bad, and both lines are named."""
+    """Mark the later of two rows with the same id as bad; the problem names both lines."""
     pairs = sorted((later, earlier) for earlier, later in table.duplicates())
     if not pairs:
         return
-    reader = RowReader(table)
-    try:
+    with contextlib.closing(RowReader(table)) as reader:
         for later, earlier in pairs:
             names = [_id(recipe, reader.raw(n), table.lines[n]) for n in (earlier, later)]
             if names[0] != names[1]:
@@ -241,8 +250,6 @@ def _mark_duplicates(table: Table, recipe: Readable, problems: Problems) -> None
                 problems.add(RowProblem(later, table.lines[later], text))
             table.flags[later] = BAD
             table.ids[later] = hash64(f"\0line {table.lines[later]}".encode())
-    finally:
-        reader.close()
 
 
 def _id(recipe: Readable, raw: bytes, line: int) -> str | None:
@@ -250,3 +257,93 @@ def _id(recipe: Readable, raw: bytes, line: int) -> str | None:
         return recipe.read(raw, line).id
     except DataError:
         return recipe.loose_id(raw)
+
+
+_AT_ONCE = 32
+_GROUP = 4096
+_COUNT_S = 600
+
+Question = Mapping[str, Any]  # {"prompt": …} or {"messages": …}
+TokenCounter = Callable[[Sequence[Question]], Sequence[int]]  # tokens of each; 0 where unknown
+
+
+def mark_too_long(scanned: Scanned[Recipe], counter: TokenCounter, context: int) -> None:
+    """Mark rows whose prompt and answer exceed the context as bad."""
+    table = scanned.table
+    for rows, parsed in _groups(scanned):
+        counts = counter([_question(body) for _, body in parsed])
+        for row, (identity, body), tokens in zip(rows, parsed, counts, strict=True):
+            wanted = max_answer_tokens(body)
+            if tokens and tokens + max(1, wanted) > context and not table.flags[row]:
+                text = f"has {tokens} tokens{_asks(wanted) if tokens < context else ''}; the context holds {context}"
+                table.flags[row] = BAD
+                scanned.problems.add(RowProblem(row, table.lines[row], text, identity))
+
+
+def _asks(wanted: int) -> str:
+    if not wanted:
+        return ""
+    hint = " (--max-tokens says for how many)" if wanted == ANSWER_TOKENS else ""
+    return f" and asks for {wanted}{hint}"
+
+
+def _groups(scanned: Scanned[Recipe]) -> Iterator[tuple[list[int], list[tuple[str, dict[str, Any]]]]]:
+    """The long rows with their ids and bodies, some at a time."""
+    table = scanned.table
+    with contextlib.closing(RowReader(table)) as reader:
+        for start in range(0, len(scanned.long_rows), _GROUP):
+            rows = scanned.long_rows[start : start + _GROUP]
+            parsed = (scanned.recipe.read(reader.raw(row), table.lines[row]) for row in rows)
+            yield rows, [(one.id, one.body) for one in parsed]
+
+
+def _question(body: Mapping[str, Any]) -> Question:
+    return {"messages": body["messages"]} if "messages" in body else {"prompt": body["prompt"]}
+
+
+# A server
+
+
+def server_counter(server: ModelServer) -> TokenCounter | None:
+    """A counter that asks a server; None while it is away."""
+    endpoint = server.find()
+    return None if endpoint is None else lambda questions: run_loop(_ask(endpoint, questions))
+
+
+async def _ask(endpoint: Endpoint, questions: Sequence[Question]) -> Sequence[int]:
+    counts: list[int] = []
+    async with Client(endpoint, stall_s=60) as client:
+        for start in range(0, len(questions), _AT_ONCE):
+            counts += await asyncio.gather(*(_tokens(client, one) for one in questions[start : start + _AT_ONCE]))
+    return counts
+
+
+async def _tokens(client: Client, question: Question) -> int:
+    try:
+        page = await client.page("/tokenize", {"model": client.endpoint.model, **question}, timeout_s=60)
+        return int(page.json()["count"]) if page.status == 200 else 0
+    except (CorralError, KeyError, TypeError, ValueError):
+        return 0
+
+
+# A tokenizer on disk
+
+
+def engine_counter(python: str, model: Path) -> TokenCounter:
+    """A counter that runs the tokenizer of a model folder in an engine's environment."""
+
+    def count(questions: Sequence[Question]) -> Sequence[int]:
+        script = resources.files("corral") / "engines" / "engine_side" / "count_tokens.py"
+        with tempfile.TemporaryFile() as prompts:  # two pipes could block each other
+            for one in questions:
+                prompts.write(msgspec.json.encode(one) + b"\n")
+            prompts.seek(0)
+            try:
+                done = run([python, str(script), str(model)], stdin=prompts, stdout=PIPE, stderr=DEVNULL,
+                           timeout=_COUNT_S, check=False)  # fmt: skip
+                counts = [int(line) for line in done.stdout.split()]
+            except (OSError, ValueError, SubprocessError):
+                counts = []
+        return counts if len(counts) == len(questions) else [0] * len(questions)
+
+    return count

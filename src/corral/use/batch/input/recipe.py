@@ -20,7 +20,7 @@ from corral.base.errors import DataError, UsageError
 from corral.base.record import nearest
 from corral.client.client import CHAT, COMPLETIONS
 from corral.client.sampling import FIELDS, body_fields, check_fields, parse_cell, with_length
-from corral.use.batch.input.formats import decode_row
+from corral.use.batch.input.rows import decode_row
 
 OPENAI, PLAIN, AUTO = "openai", "plain", "auto"
 _OPENAI_KEYS = ("custom_id", "method", "url", "body")
@@ -29,8 +29,8 @@ _HOLE = re.compile(r"\{\{\s*([^{}]+?)\s*\}\}")
 _ID_COLUMNS = ("custom_id", "id")
 
 
-def asked_tokens(body: Mapping[str, Any]) -> int:
-    """The longest answer that a request allows, as vLLM reads it; 0 where it names no limit."""
+def max_answer_tokens(body: Mapping[str, Any]) -> int:
+    """The longest answer that a request allows, as vLLM reads it; 0 where it sets no limit."""
     return int(body.get("max_completion_tokens") or body.get("max_tokens") or 0)
 
 
@@ -50,9 +50,9 @@ def kind_of(row: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is done with every row; saved with the job and compared before a resume."""
+    """How rows become requests; saved with the batch's spec and compared before a resume."""
 
-    kind: str = AUTO  # settled by the first row
+    kind: str = AUTO  # decided by the first row
     template: str | None = None
     chat: bool = False
     system: str | None = None
@@ -65,7 +65,7 @@ class Recipe:
     only_path: str | None = None  # the one url that rows may name
 
     def __post_init__(self) -> None:
-        body_fields(self.params, chat=True)  # which of the two it is, the rows say
+        body_fields(self.params, chat=True)  # refuses bad values; whether it is a chat depends on the rows
         if self.kind == OPENAI and (self.template or self.chat or self.system or self.prompt_column):
             raise UsageError(
                 "the rows are whole requests (OpenAI batch lines): they take no template, --chat or --system.",
@@ -83,16 +83,16 @@ class Recipe:
         return replace(self, kind=kind_of(row) if isinstance(row, dict) else PLAIN)
 
     def loose_id(self, raw: bytes) -> str | None:
-        """The id of a row that is bad otherwise, if it can be told."""
+        """The id of a bad row, if it has a readable one."""
         try:
             row = decode_row(raw)
         except DataError:
             return None
-        found = row.get(self.id_column or "custom_id", row.get("id")) if isinstance(row, dict) else None
-        return str(found) if isinstance(found, (str, int)) and found != "" else None
+        value = row.get(self.id_column or "custom_id", row.get("id")) if isinstance(row, dict) else None
+        return str(value) if isinstance(value, (str, int)) and value != "" else None
 
     def read(self, raw: bytes, line: int, models: tuple[str, ...] = ()) -> Parsed:
-        """The request of a row; DataError with the problem in words when it has none."""
+        """The request of a row; DataError with the problem as its message when it is bad."""
         row = decode_row(raw)
         if isinstance(row, str) and self.kind != OPENAI:
             row = {"prompt": row}
@@ -127,11 +127,11 @@ class Recipe:
             _check_messages(whole.get("messages"))
         elif not isinstance(whole.get("prompt"), (str, list)) or not whole["prompt"]:
             raise DataError("lacks 'prompt' in its body")
-        named = whole.get("model")
-        if named is not None and models and named not in models:
+        model = whole.get("model")
+        if model is not None and models and model not in models:
             if not self.any_model:
                 raise DataError(
-                    f"asks for the model {named!r}; the server has {', '.join(models)} (--any-model uses that)"
+                    f"asks for the model {model!r}; the server has {', '.join(models)} (--any-model uses that)"
                 )
             del whole["model"]
         return Parsed(identity, path, whole, row)
@@ -147,20 +147,20 @@ class Recipe:
         elif self.chat or self.system:
             system = [{"role": "system", "content": self.system}] if self.system else []
             messages = [*system, {"role": "user", "content": self._prompt(row)}]
-        asked = {"prompt": self._prompt(row)} if messages is None else {"messages": messages}
+        prompt = {"prompt": self._prompt(row)} if messages is None else {"messages": messages}
         path = COMPLETIONS if messages is None else CHAT
         fields = body_fields({**self.params, **self._own_params(row)}, path == CHAT)
-        body = {**(fields if path == CHAT else with_length(fields)), **asked}
+        body = {**(fields if path == CHAT else with_length(fields)), **prompt}
         return Parsed(self._id(row, line), path, body, row)
 
     def _own_params(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """The columns of a row that are parameters."""
         if not self.row_params:
             return {}
-        found = {name: row[name] for name in row.keys() & FIELDS.keys() if row[name] is not None}
+        params = {name: row[name] for name in row.keys() & FIELDS.keys() if row[name] is not None}
         if not self.text_cells:
-            return found
-        return {name: parse_cell(name, value) for name, value in found.items() if value != ""}
+            return params
+        return {name: parse_cell(name, value) for name, value in params.items() if value != ""}
 
     def _prompt(self, row: Mapping[str, Any]) -> str:
         if self.template is not None:

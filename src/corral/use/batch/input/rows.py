@@ -1,10 +1,11 @@
 """Rows out of any input: JSONL, a JSON array, text, CSV, Parquet; plain, .gz or .zst; a file or stdin.
 
-Every reader streams, and gives for each row its place (line, or number of the item), its bytes as JSON, and, when it
-cannot be read, the problem in words. Byte order marks, CRLF and blank lines are harmless and passed over; NUL bytes,
-broken UTF-8, broken JSON and rows that are too long or nested too deep (`row_limits`) are problems of their line. A
-plain JSONL file is left where it is and its rows are found again by offset; everything else is copied into a spool
-while it is checked.
+Every reader streams, and gives for each row its line (or the number of the item), its bytes as JSON, and, when it
+cannot be read, the problem as text. Byte order marks, CRLF and blank lines are accepted; NUL bytes, broken UTF-8,
+broken JSON and rows that are too long or nested too deep are problems of their line. An input may be hostile, or no
+list of rows at all (a disk image, one line without an end): no more of it than one row of bounded size is ever in
+memory, and the end of a longer one is found without holding it. A plain JSONL file is left in place and its rows are
+read again by offset; everything else is copied into a spool while it is checked.
 """
 
 from __future__ import annotations
@@ -14,19 +15,156 @@ import contextlib
 import csv
 import gzip
 import io
+import json
+import re
 import sys
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, Self, TextIO
 
 import msgspec
 
 from corral.base.errors import DataError, UsageError
 from corral.base.files import existing_file
 from corral.base.record import nearest
-from corral.use.batch.input.formats import LONGEST_ROW, TOO_LONG, CsvLines, LongRowError, array_values
+from corral.base.untrusted import deeper_than
+
+LONGEST_ROW = 32 << 20  # bytes; a prompt of a million tokens has some 5 MB
+DEEPEST_ROW = 256  # levels of lists and objects
+TOO_LONG = f"is longer than {LONGEST_ROW >> 20} MiB"
+TOO_DEEP = f"is nested more than {DEEPEST_ROW} levels deep"
+_decode = msgspec.json.Decoder().decode
+
+
+def decode_row(raw: bytes) -> Any:
+    """The value of a row; DataError with the problem as its message when it has none."""
+    try:
+        row = _decode(raw)
+    except RecursionError:
+        raise DataError(TOO_DEEP) from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"is not UTF-8 (byte {error.start + 1})") from None
+    except msgspec.DecodeError as error:
+        raise DataError(f"is not valid JSON: {error}") from None
+    if raw.count(b"[") + raw.count(b"{") > DEEPEST_ROW and deeper_than(row, DEEPEST_ROW):
+        raise DataError(TOO_DEEP)
+    return row
+
+
+_PIECE = 1 << 20
+_BRACKETS, _IN_STRING = re.compile(r'["\[\]{},]'), re.compile(r'["\\]')
+
+
+class ArrayValue(NamedTuple):
+    """One item of a JSON array, or what is wrong with it."""
+
+    value: Any
+    problem: str = ""
+
+
+def array_values(text: TextIO) -> Iterator[ArrayValue]:
+    """Every item, in order; after one whose end cannot be found there are no more."""
+    decoder, buffer, at = json.JSONDecoder(), text.read(_PIECE).lstrip(), 0
+    if not buffer:
+        return
+    if buffer[0] != "[":
+        raise DataError("the JSON input is not an array.", 'Write ["prompt", …], or one object per line.')
+    at = 1
+    while True:
+        while at < len(buffer) and buffer[at] in " \r\n\t,":
+            at += 1
+        if at < len(buffer) and buffer[at] == "]":
+            return
+        try:
+            value, end = decoder.raw_decode(buffer, at)
+            if end >= len(buffer):  # a number may go on, and a delimiter must follow
+                raise json.JSONDecodeError("cut", buffer, end)
+        except RecursionError:
+            buffer, at = _past_item(text, buffer[at:]), 0
+            yield ArrayValue(None, TOO_DEEP)
+            continue
+        except json.JSONDecodeError as error:
+            if len(buffer) - at > LONGEST_ROW:
+                buffer, at = _past_item(text, buffer[at:]), 0
+                yield ArrayValue(None, TOO_LONG)
+                continue
+            more = text.read(
+                max(_PIECE, len(buffer) - at)
+            )  # twice as much each time, so that a long item is not decoded too often
+            if not more:
+                yield ArrayValue(None, f"is not valid JSON: {error.msg}; nothing after it can be read")
+                return
+            buffer, at = buffer[at:] + more, 0
+            continue
+        yield ArrayValue(None, TOO_DEEP) if deeper_than(value, DEEPEST_ROW) else ArrayValue(value)
+        at = end
+
+
+def _past_item(text: TextIO, piece: str) -> str:
+    """Skip the item that begins with `piece`; what was read beyond its end."""
+    depth, at, quoted = 0, 0, False
+    while piece:
+        while found := (_IN_STRING if quoted else _BRACKETS).search(piece, at):
+            at, mark = found.end(), found[0]
+            if mark == "\\":
+                at += 1  # whatever is escaped; it may be the first character of the next piece
+            elif mark == '"':
+                quoted = not quoted
+            elif mark in "[{":
+                depth += 1
+            elif depth == 0 and mark in ",]":
+                return piece[at - 1 :]
+            elif depth and mark in "]}":
+                depth -= 1
+        at = max(0, at - len(piece))
+        piece = text.read(_PIECE)
+    return ""
+
+
+_ENDS = ("\n", "\r")
+
+
+class LongRowError(Exception):
+    """A row of a CSV file has more characters than a row may have."""
+
+
+class CsvLines:
+    """The lines of a CSV file for its reader, counted; `next_row` is called before each row.
+
+    A row that is too long is skipped without being held, to the end of the line where its quotes are closed.
+    """
+
+    def __init__(self, text: TextIO) -> None:
+        self._text = text
+        self._within = False  # the end of the line is still to come
+        self.number = self._length = self._quotes = 0
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> str:
+        line = self._next(LONGEST_ROW - self._length + 1)
+        if not line:
+            raise StopIteration
+        self._length += len(line) if line.strip() else 0
+        if self._length > LONGEST_ROW:
+            while line and (self._within or self._quotes % 2):
+                line = self._next(1 << 20)
+            raise LongRowError
+        return line
+
+    def next_row(self) -> None:
+        self._length = self._quotes = 0
+
+    def _next(self, most: int) -> str:
+        line = self._text.readline(most)
+        self.number += bool(line) and not self._within
+        self._within = bool(line) and not line.endswith(_ENDS)
+        self._quotes += line.count('"')
+        return line
+
 
 FORMATS = ("jsonl", "json", "text", "csv", "tsv", "parquet")
 _ENDINGS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".txt": "text", ".text": "text", ".csv": "csv",
@@ -101,7 +239,7 @@ _TESTS = {".gz": "gzip -t", ".zst": "zstd -t"}
 
 
 def _damage(compression: str) -> tuple[type[Exception], ...]:
-    """What a reader of compressed data raises when the data ends too early or is none of its own."""
+    """The exceptions that a reader of compressed data raises when the data is cut off or damaged."""
     if not compression:
         return ()
     known = (EOFError, zlib.error, gzip.BadGzipFile)
@@ -109,7 +247,7 @@ def _damage(compression: str) -> tuple[type[Exception], ...]:
 
 
 def _zst_pieces(file: BinaryIO, zstandard: Any) -> Iterator[bytes]:
-    """What the frames of a file hold; unlike zstandard's own reader, it notices an end inside a frame."""
+    """The content of a file's frames; unlike zstandard's own reader, this notices an end inside a frame."""
     decompressor, frame, data = zstandard.ZstdDecompressor(), None, b""
     while data := data or file.read(1 << 14):
         frame = frame or decompressor.decompressobj()
@@ -121,7 +259,7 @@ def _zst_pieces(file: BinaryIO, zstandard: Any) -> Iterator[bytes]:
 
 
 class _Pieces(io.RawIOBase):
-    """A file of bytes that come in pieces of any length."""
+    """A file made of pieces of any length."""
 
     def __init__(self, pieces: Iterator[bytes]) -> None:
         self._pieces, self._rest = pieces, memoryview(b"")
@@ -154,36 +292,36 @@ def optional(module: str, purpose: str) -> Any:
         ) from None
 
 
-def open_source(given: str, format_: str | None = None) -> InputSource:
+def open_source(name: str, format_: str | None = None) -> InputSource:
     """The source that a path (or - for stdin) stands for."""
     if format_ and format_ not in FORMATS:
         guess = nearest(format_, FORMATS, 1)
         raise UsageError(f"there is no input format {format_!r}.", f"Known: {', '.join(guess or FORMATS)}.")
-    if given == "-":
+    if name == "-":
         return InputSource(None, format_ or "jsonl")
-    if Path(given).is_dir():
-        raise UsageError(f"{given!r} is a folder.", "Give one file; `cat` several, or run one batch for each.")
-    path = existing_file(given, "Check the path; - reads standard input.")
+    if Path(name).is_dir():
+        raise UsageError(f"{name!r} is a folder.", "Give one file; `cat` several, or run one batch for each.")
+    path = existing_file(name, "Check the path; - reads standard input.")
     compression = path.suffix if path.suffix in (".gz", ".zst") else ""
     ending = Path(path.name.removesuffix(compression)).suffix.lower()
     format_ = format_ or _ENDINGS.get(ending)
     if format_ is None:
         raise UsageError(
-            f"the format of {given!r} cannot be told from its name.",
+            f"the format of {name!r} cannot be told from its name.",
             f"Give it a suffix that tells, or --input-format of `corral batch run` ({', '.join(FORMATS)}).",
         )
-    if format_ == "json" and not compression and _first_sign(path) == b"{":
+    if format_ == "json" and not compression and _first_character(path) == b"{":
         format_ = "jsonl"  # JSON lines under another name
     return InputSource(path, format_, compression)
 
 
-def _first_sign(path: Path) -> bytes:
+def _first_character(path: Path) -> bytes:
     with path.open("rb") as file:
         return file.read(256).lstrip(_BOM + b" \r\n\t")[:1]
 
 
 def _lines(file: BinaryIO) -> Iterator[InputItem]:
-    """JSON lines: not decoded here, only cut."""
+    """JSON lines, cut but not decoded."""
     offset = number = 0
     while line := file.readline(LONGEST_ROW + 2):
         number += 1
@@ -208,7 +346,7 @@ def _lines(file: BinaryIO) -> Iterator[InputItem]:
 
 
 def _rest_of_line(file: BinaryIO) -> int:
-    """Read on to the end of a line without holding it; the number of bytes."""
+    """Skip the rest of a line; the number of its bytes."""
     count = 0
     while piece := file.readline(1 << 20):
         count += len(piece)
@@ -231,7 +369,7 @@ def _as_text(file: BinaryIO, errors: str = "strict") -> Iterator[io.TextIOWrappe
     try:
         yield text
     finally:
-        text.detach()  # the file is closed by who opened it
+        text.detach()  # the caller closes the file
 
 
 def _csv(file: BinaryIO, delimiter: str = ",") -> Iterator[InputItem]:
@@ -307,9 +445,9 @@ def _array_item(number: int, value: Any) -> InputItem:
 
 def _parquet(source: InputSource) -> Iterator[InputItem]:
     parquet = optional("pyarrow.parquet", "read Parquet")
-    given: Any = str(source.path) if source.path else io.BytesIO(sys.stdin.buffer.read())
+    file_or_path: Any = str(source.path) if source.path else io.BytesIO(sys.stdin.buffer.read())
     try:
-        file = parquet.ParquetFile(given)
+        file = parquet.ParquetFile(file_or_path)
         batches: Iterable[Any] = file.iter_batches(batch_size=1024)
         number = 0
         for batch in batches:

@@ -1,7 +1,9 @@
-"""The paths of OpenAI's batch API (`/v1/files`, `/v1/batches`), as a Starlette application.
+"""OpenAI's batch API over HTTP (`/v1/files`, `/v1/batches`), in front of the same runner.
 
-The key is looked at before anything of a body is read, and a refused connection is closed: a stranger costs one head.
-Whatever reads a folder runs in a thread of Starlette's pool; uploads and downloads go piece by piece.
+The official `openai` SDK works against it unchanged. The key is checked before anything of a body is read, and a
+refused connection is closed: a request without the key costs one head. Code that reads a folder runs in a thread of
+Starlette's pool; uploads and downloads go piece by piece. One event loop serves all connections (uvicorn); the
+batches themselves run in threads of their own (`workers`).
 """
 
 from __future__ import annotations
@@ -9,10 +11,15 @@ from __future__ import annotations
 import contextlib
 import errno
 import hmac
+import json
+import os
 import shutil
-from collections.abc import Awaitable, Callable
+import signal
+import threading
+from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, Protocol, Self
 
 import msgspec
 from starlette.applications import Starlette
@@ -24,30 +31,38 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from corral.base.errors import CorralError, NotFoundError
+from corral.base.home import home_dir
 from corral.client.client import CHAT, COMPLETIONS
-from corral.serve.asgi_server import Refusal
-from corral.use.batch.service.store import ENDED, Store
-from corral.use.batch.service.upload import pieces_in_time, receive
+from corral.client.endpoint import Endpoint
+from corral.serve.asgi_server import Hosted, Refusal
+from corral.use.batch.core.folder import BatchLock
+from corral.use.batch.core.runner import RunnerSettings
+from corral.use.batch.service.store import ENDED, Store, pieces_in_time, receive
+from corral.use.batch.service.workers import Workers
+from corral.use.batch.spec import BatchServers
 
 LARGEST_JSON_BYTES = 1 << 20
 LARGEST_PAGE = 10_000
 MARGIN_BYTES = 256 << 20  # of the disk: batches need room for their results
 CLOSE = {"connection": "close"}
-OF_THE_MODEL = ("/v1/models", "/v1/chat", "/v1/completions")  # what people ask here, because OpenAI has one address
-Endpoint = Callable[[Request], Awaitable[Response]]
+OF_THE_MODEL = (
+    "/v1/models",
+    "/v1/chat",
+    "/v1/completions",
+)  # sent here by clients, because OpenAI has one address for all
 
 
-class Carrier(Protocol):
-    """Who carries out batches."""
+class BatchQueue(Protocol):
+    """Runs the batches."""
 
     def submit(self, identity: str) -> None: ...
 
     def cancel(self, identity: str) -> dict[str, Any]: ...
 
 
-def make_app(store: Store, carrier: Carrier, key: str, largest_upload_bytes: int) -> ASGIApp:
+def make_app(store: Store, queue: BatchQueue, key: str, largest_upload_bytes: int) -> ASGIApp:
     """The whole API behind its key."""
-    api = _Api(store, carrier, largest_upload_bytes)
+    api = _Api(store, queue, largest_upload_bytes)
     routes = [
         Route("/health", api.health, methods=["GET"]),
         Route("/v1/files", api.upload, methods=["POST"]),
@@ -67,20 +82,20 @@ def make_app(store: Store, carrier: Carrier, key: str, largest_upload_bytes: int
         ClientDisconnect: _refused,
         OSError: _refused,
     }
-    return _Door(Starlette(routes=routes, exception_handlers=answers), key)
+    return _KeyCheck(Starlette(routes=routes, exception_handlers=answers), key)
 
 
-class _Door:
-    """Lets in who has the key; `/health` is open."""
+class _KeyCheck:
+    """Refuses requests without the key; `/health` needs none."""
 
     def __init__(self, app: ASGIApp, key: str) -> None:
-        self._app, self._wanted = app, f"Bearer {key}".encode()
+        self._app, self._expected = app, f"Bearer {key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        if scope["path"] == "/health" or hmac.compare_digest(given, self._wanted):
+        sent = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        if scope["path"] == "/health" or hmac.compare_digest(sent, self._expected):
             await self._app(scope, receive, send)
         else:
             refusal = Refusal(401, "The key is missing or wrong.")
@@ -94,7 +109,7 @@ def _refused(_: Request, error: Exception) -> Response:
         error = Refusal(status, error.message if status == 404 else error.in_full)
     elif isinstance(error, ClientDisconnect):
         error = Refusal(400, "The upload broke off.")
-    elif isinstance(error, OSError):  # of the machine: no path of the server's is told
+    elif isinstance(error, OSError):  # an error of the machine: no path of the server is shown
         error = Refusal(
             507 if error.errno == errno.ENOSPC else 500, f"The server cannot do that now ({error.strerror})."
         )
@@ -104,20 +119,20 @@ def _refused(_: Request, error: Exception) -> Response:
 
 def _unknown_path(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 404
-    words = f"{request.method} {request.url.path[:200]}"
-    text = f"There is no {words}; this server has /v1/files and /v1/batches."
+    asked = f"{request.method} {request.url.path[:200]}"
+    text = f"There is no {asked}; this server has /v1/files and /v1/batches."
     if request.url.path.startswith(OF_THE_MODEL):
         text += " The model itself answers at the deployment's own address: see `corral status`."
     if status == 405:
-        text = f"{HTTPStatus(405).phrase}: {words}."
+        text = f"{HTTPStatus(405).phrase}: {asked}."
     return JSONResponse(Refusal(status, text).body(), status, CLOSE)
 
 
 class _Api:
-    """What each path does."""
+    """The handlers of the paths."""
 
-    def __init__(self, store: Store, carrier: Carrier, largest_upload_bytes: int) -> None:
-        self._store, self._carrier, self._largest = store, carrier, largest_upload_bytes
+    def __init__(self, store: Store, queue: BatchQueue, largest_upload_bytes: int) -> None:
+        self._store, self._queue, self._largest = store, queue, largest_upload_bytes
 
     async def health(self, request: Request) -> Response:
         return JSONResponse({"status": "ok"})
@@ -142,9 +157,9 @@ class _Api:
         return JSONResponse(about)
 
     async def files(self, request: Request) -> Response:
-        wanted = request.query_params.get("purpose")
-        found = await run_in_threadpool(self._store.files)
-        return _page(request, [file for file in found if wanted in (None, file["purpose"])])
+        purpose = request.query_params.get("purpose")
+        files = await run_in_threadpool(self._store.files)
+        return _page(request, [file for file in files if purpose in (None, file["purpose"])])
 
     async def file(self, request: Request) -> Response:
         return JSONResponse(await run_in_threadpool(self._store.file, request.path_params["identity"]))
@@ -174,7 +189,7 @@ class _Api:
         await run_in_threadpool(self._store.file, file)
         window = str(body.get("completion_window", "24h"))[:80]
         batch = await run_in_threadpool(self._store.add_batch, file, endpoint, window, metadata)
-        self._carrier.submit(batch["id"])
+        self._queue.submit(batch["id"])
         return JSONResponse(batch)
 
     async def batches(self, request: Request) -> Response:
@@ -188,7 +203,7 @@ class _Api:
         status = (await run_in_threadpool(self._store.batch, identity))["status"]
         if status in ENDED:
             raise Refusal(409, f"{identity} is {status}; it cannot be cancelled any more.")
-        return JSONResponse(await run_in_threadpool(self._carrier.cancel, identity))
+        return JSONResponse(await run_in_threadpool(self._queue.cancel, identity))
 
 
 async def _json(request: Request) -> dict[str, Any]:
@@ -209,15 +224,89 @@ async def _json(request: Request) -> dict[str, Any]:
 
 def _page(request: Request, items: list[dict[str, Any]]) -> Response:
     """One page of a list, newest first unless `order` is `asc`, in OpenAI's cursor shape."""
-    asked, after = request.query_params.get("limit", "20"), request.query_params.get("after")
-    if not asked.isascii() or not asked.isdigit() or not 1 <= int(asked[:9]) <= LARGEST_PAGE:
-        raise Refusal(400, f"limit is {asked[:80]!r}; it is a number from 1 to {LARGEST_PAGE}.")
+    limit, after = request.query_params.get("limit", "20"), request.query_params.get("after")
+    if not limit.isascii() or not limit.isdigit() or not 1 <= int(limit[:9]) <= LARGEST_PAGE:
+        raise Refusal(400, f"limit is {limit[:80]!r}; it is a number from 1 to {LARGEST_PAGE}.")
     if request.query_params.get("order") == "asc":
         items = items[::-1]
     if after is not None:
         at = next((n for n, item in enumerate(items) if item["id"] == after), len(items))
         items = items[at + 1 :]
-    page = items[: int(asked)]
+    page = items[: int(limit)]
     first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
     more = len(items) > len(page)
     return JSONResponse({"object": "list", "data": page, "first_id": first, "last_id": last, "has_more": more})
+
+
+ENDING_S = 5  # for answers under way when the service ends
+
+
+@dataclass(frozen=True)
+class ServiceOptions:
+    """The settings of the service."""
+
+    folder: Path | None = None  # default: `batches` in Corral's home
+    servers: BatchServers = field(default_factory=BatchServers)
+    key_file: str | None = None
+    bind: str = "127.0.0.1"
+    port: int = 8100
+    jobs: int = 2
+    any_model: bool = False
+    as_json: bool = False
+    largest_upload_bytes: int = 64 << 30
+    settings: RunnerSettings = field(default_factory=lambda: RunnerSettings(wait=True))
+
+
+class BatchService:
+    """The service in a thread of its own: `with BatchService(options) as service: service.url`."""
+
+    def __init__(self, options: ServiceOptions) -> None:
+        self.options = options
+        self.store = Store(options.folder or home_dir() / "batches")
+        self.key_file = options.key_file or str(self.store.own_key())
+        self._lock = BatchLock(self.store.folder / "lock", f"the folder {self.store.folder}")
+
+    def __enter__(self) -> Self:
+        key = Endpoint("http://127.0.0.1", "", self.key_file).key() or ""
+        self._lock.__enter__()
+        try:
+            self._hosted = Hosted(self.options.bind, self.options.port, "corral-batch-api", ENDING_S)
+            self.store.drop_broken_uploads()
+        except BaseException:
+            self._lock.__exit__(None, None, None)
+            raise
+        options = self.options
+        self.workers = Workers(self.store, options.servers, options.jobs, options.any_model, options.settings)
+        app = make_app(self.store, self.workers, key, options.largest_upload_bytes)
+        self._hosted.start(app)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._hosted.close()
+        self.workers.close()
+        self._lock.__exit__(None, None, None)
+
+    @property
+    def url(self) -> str:
+        host = f"[{self.options.bind}]" if ":" in self.options.bind else self.options.bind
+        return f"http://{host}:{self._hosted.port}"
+
+    def touch(self) -> None:
+        self._lock.touch()
+
+
+def serve_forever(options: ServiceOptions) -> int:
+    """Serve until SIGTERM or Ctrl-C; batches under way continue at the next start."""
+    ended = threading.Event()
+    for name in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(name, lambda *_: ended.set())
+    with BatchService(options) as service:
+        about = {"url": service.url, "pid": os.getpid(), "key_file": service.key_file}
+        if options.as_json:
+            text = json.dumps(about)
+        else:
+            text = f"batch API on {service.url}/v1\n  key      {service.key_file}\n  folder   {service.store.folder}"
+        print(text, flush=True)  # noqa: T201
+        while not ended.wait(5):
+            service.touch()
+    return 0

@@ -1,26 +1,35 @@
 """What the batch service keeps: uploaded files and batches, each a small JSON document beside its data.
 
-    <folder>/key                     what clients must send (0600)
+    <folder>/key                     the key that clients must send (0600)
     <folder>/files/<id>.json         OpenAI's file object; the content is in <id>.data, or where `path` points
     <folder>/batches/<id>.json       OpenAI's batch object
-    <folder>/batches/<id>.jsonl      its output, with the job's folder beside it
+    <folder>/batches/<id>.jsonl      its output, with the batch's folder beside it
 
-Documents are replaced in one step, so a restart finds every file and batch as it last stood.
+Documents are replaced in one step, so a restart finds every file and batch in its last state. An upload
+(multipart/form-data) is written as it arrives: no more than a buffer of it is in memory, and an upload that fails (a
+form that cannot be read, too many bytes, a client that leaves or falls silent, a full disk) leaves nothing on disk.
 """
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import re
 import secrets
 import threading
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+import anyio.to_thread
 import msgspec
+from python_multipart.exceptions import MultipartParseError
+from python_multipart.multipart import MultipartParser, parse_options_header
 
 from corral.base.errors import NotFoundError
 from corral.base.files import make_private_dir, write_atomic
+from corral.serve.asgi_server import Refusal
 from corral.use.batch.core.table import save_json
 
 _ID = re.compile(r"[A-Za-z0-9_-]{1,80}")
@@ -36,7 +45,9 @@ class Store:
         for one in (folder, self._files, self._batches):
             make_private_dir(one)
         self._lock = threading.RLock()
-        self._waits: dict[str, dict[str, Any]] = {}  # what a batch waits for; in memory: the disk may be full
+        self._waits: dict[
+            str, dict[str, Any]
+        ] = {}  # what each batch waits for; in memory, because the disk may be full
 
     def own_key(self) -> Path:
         """The file with the service's key, made at the first start."""
@@ -53,13 +64,13 @@ class Store:
         return identity, self._files / f".{identity}.upload"
 
     def keep_upload(self, identity: str, filename: str, purpose: str, upload: Path) -> dict[str, Any]:
-        """A file object for an upload that is whole."""
+        """The file object of a complete upload."""
         path = self._files / f"{identity}.data"
         upload.replace(path)
         return self.add_file(identity, filename, purpose, path)
 
     def drop_broken_uploads(self) -> None:
-        """Remove what an earlier run of the service left half done; nobody else may be using the folder."""
+        """Remove uploads that an earlier run of the service left unfinished; no other process may use the folder."""
         for left in self._files.glob(".*.upload"):
             left.unlink()
         for left in self._files.glob("*.data"):
@@ -67,7 +78,7 @@ class Store:
                 left.unlink()
 
     def add_file(self, identity: str, filename: str, purpose: str, path: Path) -> dict[str, Any]:
-        """A file object for content that is on disk."""
+        """The file object of content that is on disk."""
         about = {
             "id": identity,
             "object": "file",
@@ -96,10 +107,10 @@ class Store:
 
     def files(self) -> list[dict[str, Any]]:
         """All file objects, newest first."""
-        found = self._all(self._files)
-        for about in found:
+        files = self._all(self._files)
+        for about in files:
             about.pop("path", None)
-        return found
+        return files
 
     # Batches
 
@@ -125,24 +136,24 @@ class Store:
             **dict.fromkeys(empty),
         }
         self._save(batch)
-        return self._told(batch)
+        return self._shown(batch)
 
     def batch(self, identity: str) -> dict[str, Any]:
-        return self._told(self._read(self._batches, identity, "batch"))
+        return self._shown(self._read(self._batches, identity, "batch"))
 
     def batches(self) -> list[dict[str, Any]]:
         """All batch objects, newest first."""
-        return [self._told(batch) for batch in self._all(self._batches)]
+        return [self._shown(batch) for batch in self._all(self._batches)]
 
     def wait_for(self, identity: str, code: str = "", text: str = "") -> None:
-        """Say in a batch's status why nothing of it is done just now; without a code, that it goes on."""
+        """Show in a batch's status why it waits; without a code, that it goes on."""
         if code:
             self._waits.setdefault(identity, {"since": int(time.time())}).update(code=code, message=text)
         else:
             self._waits.pop(identity, None)
 
-    def _told(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """With `waiting_for`, an addition to OpenAI's object: null, or why, since when."""
+    def _shown(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """The batch with `waiting_for`, an addition to OpenAI's object: null, or the reason and since when."""
         return {**batch, "waiting_for": None if batch["status"] in ENDED else self._waits.get(batch["id"])}
 
     def change(self, identity: str, status: str | None = None, **values: Any) -> dict[str, Any]:
@@ -150,7 +161,7 @@ class Store:
         with self._lock:
             batch = self._read(self._batches, identity, "batch")
             if batch["status"] in ENDED:
-                return self._told(batch)
+                return self._shown(batch)
             if status == "in_progress" and batch["status"] == "cancelling":
                 status = None
             batch.update(values)
@@ -161,7 +172,7 @@ class Store:
             self._save(batch)
             if batch["status"] in ENDED:
                 self._waits.pop(identity, None)
-            return self._told(batch)
+            return self._shown(batch)
 
     # Inside
 
@@ -173,9 +184,139 @@ class Store:
         path = folder / f"{identity}.json"
         if not _ID.fullmatch(identity) or not path.is_file():
             raise NotFoundError(f"No such {what} object: {identity[:80]}", f"List them: GET /v1/{folder.name}")
-        found: dict[str, Any] = msgspec.json.decode(path.read_bytes())
-        return found
+        document: dict[str, Any] = msgspec.json.decode(path.read_bytes())
+        return document
 
     def _all(self, folder: Path) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = [msgspec.json.decode(path.read_bytes()) for path in folder.glob("*.json")]
-        return sorted(found, key=lambda about: (about["created_at"], about["id"]), reverse=True)
+        documents: list[dict[str, Any]] = [msgspec.json.decode(path.read_bytes()) for path in folder.glob("*.json")]
+        return sorted(documents, key=lambda about: (about["created_at"], about["id"]), reverse=True)
+
+
+SILENCE_S = 60.0  # between two pieces of a body
+BUFFER_BYTES = 1 << 20
+LONGEST_FIELD_BYTES = 1 << 16
+WANTED = "Send multipart/form-data with the fields `purpose` and `file`."
+
+
+class _Form:
+    """A form as the parser reads it: its fields, and the bytes of its file."""
+
+    def __init__(self) -> None:
+        self.fields: dict[str, str] = {}
+        self.buffer = bytearray()
+        self.whole = False
+        self._headers: dict[bytes, bytes] = {}
+        self._name = self._value = b""
+        self._field: str | None = None
+        self._text = b""
+
+    def callbacks(self) -> dict[str, object]:
+        return {
+            "on_part_begin": self._headers.clear,
+            "on_header_field": self._on_name,
+            "on_header_value": self._on_value,
+            "on_header_end": self._on_header,
+            "on_headers_finished": self._on_headers,
+            "on_part_data": self._on_data,
+            "on_part_end": self._on_part_end,
+            "on_end": self._on_end,
+        }
+
+    def _on_name(self, data: bytes, start: int, end: int) -> None:
+        self._name += data[start:end]
+
+    def _on_value(self, data: bytes, start: int, end: int) -> None:
+        self._value += data[start:end]
+
+    def _on_header(self) -> None:
+        self._headers[self._name.lower()] = self._value
+        self._name = self._value = b""
+
+    def _on_headers(self) -> None:
+        _, options = parse_options_header(self._headers.get(b"content-disposition", b""))
+        name = options.get(b"name")
+        if name is None:
+            raise Refusal(400, f"A part of the upload has no name. {WANTED}")
+        self._field, self._text = name.decode("utf-8", "replace"), b""
+        if self._field == "file":
+            if "filename" in self.fields:
+                raise Refusal(400, f"The upload holds two files. {WANTED}")
+            self.fields["filename"] = options.get(b"filename", b"file").decode("utf-8", "replace")[:255]
+
+    def _on_data(self, data: bytes, start: int, end: int) -> None:
+        if self._field == "file":
+            self.buffer += data[start:end]
+            return
+        self._text += data[start:end]
+        if len(self._text) > LONGEST_FIELD_BYTES or len(self.fields) > 16:
+            raise Refusal(413, "A field of the upload is too long; only `file` may be large.")
+
+    def _on_part_end(self) -> None:
+        if self._field is not None and self._field != "file":
+            self.fields[self._field] = self._text.decode("utf-8", "replace")
+
+    def _on_end(self) -> None:
+        self.whole = True
+
+
+async def pieces_in_time(stream: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """A body as it arrives; a client that falls silent is refused."""
+    while True:
+        try:
+            async with asyncio.timeout(SILENCE_S):
+                piece = await anext(stream, None)
+        except TimeoutError:
+            raise Refusal(408, f"Nothing was received for {SILENCE_S:g} s.") from None
+        if piece is None:
+            return
+        yield piece
+
+
+async def receive(content_type: str, stream: AsyncIterator[bytes], path: Path, most: int) -> dict[str, str]:
+    """Write the part called `file` to `path`; returns the other fields, and the file's name as `filename`."""
+    kind, options = parse_options_header(content_type)
+    if kind != b"multipart/form-data" or not options.get(b"boundary"):
+        raise Refusal(400, f"The upload is not multipart/form-data. {WANTED}")
+    form = _Form()
+    try:
+        with path.open("xb", buffering=0) as file:
+            parser = MultipartParser(options[b"boundary"], form.callbacks())  # type: ignore[arg-type]
+            await _write(form, parser, pieces_in_time(stream), file, most)
+        if not form.whole:
+            raise Refusal(400, "The upload ends too early.")
+        if "filename" not in form.fields:
+            raise Refusal(400, f"The upload holds no file. {WANTED}")
+    except BaseException as error:
+        path.unlink(missing_ok=True)
+        if isinstance(error, MultipartParseError):
+            raise Refusal(400, f"The upload cannot be read: {error}") from None
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise Refusal(507, "The server has no room for this file.") from None
+        raise
+    return form.fields
+
+
+async def _write(
+    form: _Form, parser: MultipartParser, pieces: AsyncIterator[bytes], file: IO[bytes], most: int
+) -> None:
+    read = 0
+    async for piece in pieces:
+        read += len(piece)
+        if read > most:
+            raise Refusal(413, f"The upload is longer than {most:,} bytes.")
+        parser.write(piece)
+        if len(form.buffer) >= BUFFER_BYTES:
+            await _flush(form, file)
+    await _flush(form, file)
+
+
+async def _flush(form: _Form, file: IO[bytes]) -> None:
+    data, form.buffer = form.buffer, bytearray()
+    if data:
+        await anyio.to_thread.run_sync(_write_all, file, data)
+
+
+def _write_all(file: IO[bytes], data: bytearray) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[file.write(view) :]

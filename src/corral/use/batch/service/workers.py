@@ -1,14 +1,9 @@
-"""The batch service's workers: threads that take batches off a queue and carry them out, and who looks after them.
+"""The workers of the batch service: threads that take batches off a queue and run them, and a supervisor.
 
-A batch that was under way when the service ended is queued again at its next start and continues by its ledger. While
-the model is away, or the machine is short of something (`shortage`), a batch waits and says so; a bad input, a
-refused key or a run-away failure rate fails it. A worker that dies is replaced, and its batch goes on with another;
-one whose workers keep dying fails, with the reason.
-
-What the machine lacks just now (room on the disk, descriptors, memory), and whether it has it again.
-
-A shortage is nobody's fault who sent a batch: it pauses one, and the batch goes on by itself. Texts name no path of
-the server.
+A batch that was under way when the service ended is queued again at the next start and continues by its ledger. While
+the model is away, or the machine is short of disk space, file descriptors or memory, a batch waits, says so (its
+texts name no path of the server), and goes on by itself; a bad input, a refused key or a run-away failure rate fails
+it. A worker that dies is replaced, and its batch goes on with another; a batch whose workers keep dying fails.
 """
 
 from __future__ import annotations
@@ -27,20 +22,19 @@ from typing import Any
 
 from corral.base.errors import CorralError, NotFoundError, UnreachableError
 from corral.serve.asgi_server import without_paths
-from corral.use.batch.batch import carry_out
+from corral.use.batch.batch import run_batch
 from corral.use.batch.core.folder import BatchFolder
 from corral.use.batch.core.runner import Counts, Runner, RunnerSettings
 from corral.use.batch.input.recipe import OPENAI, Recipe
 from corral.use.batch.service.store import ENDED, Store
-from corral.use.batch.serving import BatchServers
-from corral.use.batch.spec import BatchOrder
+from corral.use.batch.spec import BatchServers, BatchSpec
 
 PROBE_BYTES = 1 << 20
 PROBE_FILES = 24
 
 
 class Shortage(enum.Enum):
-    """What is short; the value is the code that clients see."""
+    """What the machine is short of; the value is the code that clients see."""
 
     DISK = "server_disk_full"
     FILES = "server_out_of_file_descriptors"
@@ -48,15 +42,15 @@ class Shortage(enum.Enum):
 
     @property
     def text(self) -> str:
-        return f"Paused: {_WORDS[self]}. The batch continues by itself when there is some again; nothing is lost."
+        return f"Paused: {_TEXTS[self]}. The batch continues by itself when there is some again; nothing is lost."
 
 
-_WORDS = {
+_TEXTS = {
     Shortage.DISK: "the server has no room on its disk",
     Shortage.FILES: "the server has no free file descriptors",
     Shortage.MEMORY: "the server has no free memory",
 }
-_NUMBERS = {
+_BY_ERRNO = {
     errno.ENOSPC: Shortage.DISK,
     errno.EDQUOT: Shortage.DISK,
     errno.EMFILE: Shortage.FILES,
@@ -68,22 +62,22 @@ _NUMBERS = {
 
 
 def shortage_of(error: BaseException) -> Shortage | None:
-    """The shortage that an error, or what it came from, is about."""
-    seen: BaseException | None = error
-    while seen is not None:
-        number = seen.errno if isinstance(seen, OSError) else None
-        if isinstance(seen, CorralError):
-            number = seen.details.get("errno")
-        if number in _NUMBERS:
-            return _NUMBERS[number]
-        if isinstance(seen, MemoryError) or (isinstance(seen, RuntimeError) and "start new thread" in str(seen)):
+    """The shortage that caused an error, directly or through its causes."""
+    cause: BaseException | None = error
+    while cause is not None:
+        number = cause.errno if isinstance(cause, OSError) else None
+        if isinstance(cause, CorralError):
+            number = cause.details.get("errno")
+        if number in _BY_ERRNO:
+            return _BY_ERRNO[number]
+        if isinstance(cause, MemoryError) or (isinstance(cause, RuntimeError) and "start new thread" in str(cause)):
             return Shortage.MEMORY
-        seen = seen.__cause__ or seen.__context__
+        cause = cause.__cause__ or cause.__context__
     return None
 
 
 def has_room(folder: Path) -> bool:
-    """Whether files can be opened and a little can be written there: tried, because quotas are told nowhere else."""
+    """Whether files can be opened and written there; tried, because quotas cannot be asked for."""
     with contextlib.ExitStack() as stack:
         try:
             for _ in range(PROBE_FILES):
@@ -96,22 +90,22 @@ def has_room(folder: Path) -> bool:
             return False
 
 
-AGAIN_S = 5.0
-LOOK_S = 1.0
+RETRY_S = 5.0
+SUPERVISE_S = 1.0
 MOST_DEATHS = 3
 NO_MODEL = "Waiting: the model does not answer. The batch continues by itself when it does."
 
 
 class Workers:
-    """Carries out the batches of a store, `count` at once."""
+    """Runs the batches of a store, `count` at once."""
 
     def __init__(
-        self, store: Store, where: BatchServers, count: int, any_model: bool, settings: RunnerSettings
+        self, store: Store, servers: BatchServers, count: int, any_model: bool, settings: RunnerSettings
     ) -> None:
-        self._store, self._where, self._any_model, self._settings = store, where, any_model, settings
+        self._store, self._where, self._any_model, self._settings = store, servers, any_model, settings
         self._queue: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._stop = threading.Event()
-        self._carried: dict[threading.Thread, str] = {}  # what each worker has taken
+        self._running: dict[threading.Thread, str] = {}  # the batch of each worker
         self._deaths: Counter[str] = Counter()  # of workers, by their batch
         self._threads = [self._started() for _ in range(count)]
         for batch in reversed(store.batches()):
@@ -141,7 +135,7 @@ class Workers:
         for thread in self._threads:
             thread.join(30)
 
-    # Looking after the workers
+    # Supervising the workers
 
     def _started(self) -> threading.Thread:
         thread = threading.Thread(target=self._work, name="corral-batch-worker", daemon=True)
@@ -149,8 +143,8 @@ class Workers:
         return thread
 
     def _supervise(self) -> None:
-        while not self._stop.wait(LOOK_S):
-            with contextlib.suppress(Exception):  # no thread, no disk: the next look is soon
+        while not self._stop.wait(SUPERVISE_S):
+            with contextlib.suppress(Exception):  # no thread, no disk: tried again soon
                 self._replace_dead()
 
     def _replace_dead(self) -> None:
@@ -158,27 +152,27 @@ class Workers:
             if thread.is_alive():
                 continue
             self._threads[number] = self._started()
-            if (identity := self._carried.pop(thread, None)) is not None:
+            if (identity := self._running.pop(thread, None)) is not None:
                 self._deaths[identity] += 1
                 self.submit(identity)
 
     def _work(self) -> None:
-        me = threading.current_thread()
+        thread = threading.current_thread()
         while (identity := self._queue.get()) is not None:
             if self._stop.is_set():
                 return
-            self._carried[me] = identity
+            self._running[thread] = identity
             self._attempt(identity)
-            self._carried.pop(me, None)
+            self._running.pop(thread, None)
 
     def _attempt(self, identity: str) -> None:
-        """Carry out a batch until it has ended, whatever the machine is short of meanwhile."""
+        """Run a batch until it has ended; pause while the machine is short of something."""
         while not self._stop.is_set():
             try:
                 if self._deaths[identity] >= MOST_DEATHS:
-                    self._fail(identity, [_inner("its worker died several times")])
+                    self._fail(identity, [_server_error("its worker died several times")])
                 else:
-                    self._one(identity)
+                    self._run(identity)
             except Exception as error:
                 short = shortage_of(error)
                 if short is not None:
@@ -189,26 +183,26 @@ class Workers:
                 return
 
     def _failed(self, identity: str, error: Exception) -> bool:
-        """Write down that a batch failed; False when even that cannot be written just now."""
+        """Mark a batch as failed; False when even that cannot be written now."""
         try:
-            self._fail(identity, [_inner(type(error).__name__)])
-        except OSError as trouble:
-            self._pause(identity, shortage_of(trouble) or Shortage.DISK)
+            self._fail(identity, [_server_error(type(error).__name__)])
+        except OSError as full:
+            self._pause(identity, shortage_of(full) or Shortage.DISK)
             return False
-        except CorralError:  # there is no such batch any more
+        except CorralError:  # the batch no longer exists
             pass
         return True
 
     def _pause(self, identity: str, short: Shortage) -> None:
-        """Wait until the machine has what it lacked; the batch says so meanwhile."""
+        """Wait until the shortage is over; the batch's status shows it meanwhile."""
         self._store.wait_for(identity, short.value, short.text)
-        while not self._stop.wait(AGAIN_S) and not has_room(self._store.folder):
+        while not self._stop.wait(RETRY_S) and not has_room(self._store.folder):
             pass
         self._store.wait_for(identity)
 
     # One batch
 
-    def _one(self, identity: str) -> None:
+    def _run(self, identity: str) -> None:
         batch = self._store.batch(identity)
         if batch["status"] == "cancelling":
             self._end(identity, "cancelled")
@@ -218,7 +212,7 @@ class Workers:
         if content is None:
             self._fail(identity, [_error("input_file_deleted", f"{batch['input_file_id']} was deleted.")])
             return
-        order = BatchOrder(
+        spec = BatchSpec(
             input=str(content),
             output=str(self._store.output_of(identity)),
             recipe=Recipe(kind=OPENAI, any_model=self._any_model, only_path=batch["endpoint"]),
@@ -227,13 +221,13 @@ class Workers:
         )
         while not self._stop.is_set():
             try:
-                result = carry_out(order, self._where, self._settings, _Counter(self._store, identity), signals=False)
+                result = run_batch(spec, self._where, self._settings, _Counter(self._store, identity), signals=False)
             except (UnreachableError, NotFoundError):
                 if self._store.batch(identity)["status"] == "cancelling":
                     self._end(identity, "cancelled")
                     return
                 self._store.wait_for(identity, "model_away", NO_MODEL)
-                self._stop.wait(AGAIN_S)
+                self._stop.wait(RETRY_S)
                 continue
             except CorralError as error:
                 if shortage_of(error) is not None:
@@ -253,14 +247,13 @@ class Workers:
         return None
 
     def _end(self, identity: str, status: str, rows: int = 0) -> None:
-        """Make the files of a batch known, then its end."""
+        """Add the files of a batch to the store, then its end."""
         folder = BatchFolder(self._store.output_of(identity))
         files: dict[str, str] = {}
         for name, path in (("output_file_id", folder.output), ("error_file_id", folder.errors)):
             if path.exists() and path.stat().st_size:
-                made = f"file-{identity[6:]}-{name.partition('_')[0]}"
-                self._store.add_file(made, path.name, "batch_output", path)
-                files[name] = made
+                files[name] = f"file-{identity[6:]}-{name.partition('_')[0]}"
+                self._store.add_file(files[name], path.name, "batch_output", path)
         counts = dict(self._store.batch(identity)["request_counts"])
         if status == "completed":
             failed = _count_lines(folder.errors)
@@ -273,7 +266,7 @@ class Workers:
 
 
 def _ask_to_stop(store: Store, identity: str) -> None:
-    with contextlib.suppress(OSError):  # it has no folder yet: its status says it (`_Counter`)
+    with contextlib.suppress(OSError):  # it has no folder yet: `_Counter` reads its status
         BatchFolder(store.output_of(identity)).cancel.touch()
 
 
@@ -288,7 +281,7 @@ def _error(code: str, message: str) -> dict[str, Any]:
     return {"code": code, "message": message, "line": None, "param": None}
 
 
-def _inner(what: str) -> dict[str, Any]:
+def _server_error(what: str) -> dict[str, Any]:
     return _error("server_error", f"The server failed ({what}).")
 
 
@@ -304,12 +297,12 @@ class _Counter:
 
     def __init__(self, store: Store, identity: str) -> None:
         self._store, self._identity = store, identity
-        self._told = 0.0
+        self._counted_at = 0.0
 
     def note(self, kind: str, text: str) -> None:
-        if kind == "begin":  # the input was found good
+        if kind == "begin":  # the input is good
             now = self._store.change(self._identity, "in_progress")
-            if now["status"] == "cancelling":  # asked before the job could hear it
+            if now["status"] == "cancelling":  # asked for before the runner could notice
                 _ask_to_stop(self._store, self._identity)
         elif kind == "waiting":
             self._store.wait_for(self._identity, "model_away", NO_MODEL)
@@ -318,11 +311,11 @@ class _Counter:
 
     def tick(self, counts: Counts, runner: Runner) -> None:
         now = time.monotonic()
-        if now - self._told > 1.0:
-            self._told = now
+        if now - self._counted_at > 1.0:
+            self._counted_at = now
             if not runner.waiting_for:
                 self._store.wait_for(self._identity)
             done = counts.before + counts.fine
             numbers = {"total": counts.rows, "completed": done, "failed": counts.failed}
-            with contextlib.suppress(OSError):  # a count that cannot be kept ends no batch
+            with contextlib.suppress(OSError):  # a batch does not end because its counts cannot be written
                 self._store.change(self._identity, request_counts=numbers)

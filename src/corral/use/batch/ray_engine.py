@@ -1,13 +1,9 @@
-"""vLLM engines on a Ray cluster that is already there (`ray.data.llm`): a file of rows in, answers out.
+"""vLLM engines on an existing Ray cluster (`ray.data.llm`): a file of rows in, answers out.
 
-Ray and vLLM must be importable here (Corral installed into the cluster's environment).
-
-The number format of an engine on the CPUs of a Ray cluster: there no plan is made, and vLLM's own choice is the
-checkpoint's, which some CPUs cannot multiply in at all (bf16 on a Neoverse-N1 ends the engine).
-
-Why an engine under Ray died: Ray's own error seldom knows, but the log of the engine's worker does.
-
-Only the logs of this node can be read; an engine that died on another node is explained by Ray's words alone.
+Ray and vLLM must be importable here (Corral installed into the cluster's environment). No plan is made on a Ray
+cluster, and vLLM's own choice of number format is the checkpoint's, which some CPUs cannot multiply in at all (bf16
+on a Neoverse-N1 ends the engine): on CPUs the format is chosen here. Ray's error seldom says why an engine died; the
+log of the engine's worker does, where it lies on this node.
 """
 
 from __future__ import annotations
@@ -35,10 +31,10 @@ _ANSWER_S = 60
 
 
 def cluster_cpu(ray: Any) -> CpuFacts | None:
-    """What the CPUs of the cluster's nodes have in common; None where a node does not tell."""
+    """The features that the CPUs of all nodes have; None where a node does not answer."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On
 
-    def read() -> tuple[str, str]:  # inside, so that it travels whole: it runs on Ray's workers
+    def read() -> tuple[str, str]:  # a local function, because Ray sends it to its workers whole
         import pathlib
         import platform
 
@@ -46,21 +42,21 @@ def cluster_cpu(ray: Any) -> CpuFacts | None:
 
     task = ray.remote(num_cpus=0, max_retries=0)(read)
     nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
-    asked = [task.options(scheduling_strategy=On(node, soft=False)).remote() for node in nodes]
+    pending = [task.options(scheduling_strategy=On(node, soft=False)).remote() for node in nodes]
     try:
-        told = ray.get(asked, timeout=_ANSWER_S)
-    except Exception:  # Ray's errors have no common root; the engine's own start will say what is wrong
+        answers = ray.get(pending, timeout=_ANSWER_S)
+    except Exception:  # Ray's errors have no common root; the engine's start will say what is wrong
         return None
-    return common_cpu([parse_cpuinfo(*one) for one in told])
+    return common_cpu([parse_cpuinfo(*one) for one in answers])
 
 
-def format_on(cpu: CpuFacts | None, given: str | None) -> tuple[dict[str, str], str]:
-    """The engine's `dtype`, none where vLLM's own choice is good, and a word on it; what is `given` stays."""
+def format_on(cpu: CpuFacts | None, chosen: str | None) -> tuple[dict[str, str], str]:
+    """The engine's `dtype` where vLLM's own choice is bad, and a note about it; one that the user chose stays."""
     quick, fp32 = quick_format(cpu), VLLM_DTYPES["fp32"]
-    if quick.format != "fp32" or given == fp32:
+    if quick.format != "fp32" or chosen == fp32:
         return {}, ""
-    if given is not None:
-        return {}, f"{given} may crawl or fail here: {quick.because}"
+    if chosen is not None:
+        return {}, f"{chosen} may crawl or fail here: {quick.because}"
     return {"dtype": fp32}, f"the engine computes in fp32: {quick.because}"
 
 
@@ -68,22 +64,22 @@ _LINES = 200
 
 
 def logs_folder(ray: Any) -> Path | None:
-    """Where the workers of this node write, as far as Ray tells."""
+    """The folder of the workers' logs on this node; None where Ray does not tell."""
     with contextlib.suppress(AttributeError, TypeError):
         return Path(ray._private.worker.global_worker.node.get_logs_dir_path())
     return None
 
 
 def why_died(logs: Path | None, since_s: float) -> Diagnosis | None:
-    """The cause that a worker's log written after a moment names, the newest first; None where none does."""
+    """The cause of death in the workers' logs written since then, the newest first; None where none names one."""
     if logs is None:
         return None
-    found = []
+    recent = []
     for path in [*logs.glob("worker-*.err"), *logs.glob("worker-*.out")]:
         with contextlib.suppress(OSError):
             if (written_s := path.stat().st_mtime) >= since_s:
-                found.append((written_s, path))
-    causes = [diagnose(last_lines(path, _LINES)) for _, path in sorted(found, reverse=True)]
+                recent.append((written_s, path))
+    causes = [diagnose(last_lines(path, _LINES)) for _, path in sorted(recent, reverse=True)]
     causes = [why for why in causes if why.evidence]
     known = [why for why in causes if why.reason is not Reason.ENGINE_EXITED]
     return next(iter([*known, *causes]), None)
@@ -107,7 +103,7 @@ _NOT_ENGINE = {
 
 
 class RayAnswer(NamedTuple):
-    """What came back for one row."""
+    """The answer to one row."""
 
     number: int
     text: str
@@ -117,21 +113,21 @@ class RayAnswer(NamedTuple):
 
 
 class EngineDiedError(Exception):
-    """A pass of the engine ended early: what Ray says, and why, where a log of the engine tells."""
+    """A pass of the engine ended early: Ray's message, and the cause where a log of the engine names it."""
 
-    def __init__(self, said: str, why: Diagnosis | None) -> None:
-        super().__init__(f"{why.cause} ({said})" if why else said)
+    def __init__(self, message: str, why: Diagnosis | None) -> None:
+        super().__init__(f"{why.cause} ({message})" if why else message)
         self.remedy = why.remedy if why else ""
 
 
 class AnswerEngine(Protocol):
-    """Something that answers a file of rows; the seam at which tests put another one."""
+    """Answers a file of rows; tests put another one in its place."""
 
     def answers(self, rows: Path, chat: bool) -> Iterator[RayAnswer]:
         """The answers of a file of `{"corral_row", "prompt" | "messages", "sampling_params"}`, in any order."""
 
 
-Note = Callable[[str, str], None]  # kind, words
+Note = Callable[[str, str], None]  # kind, text
 
 
 class RayEngine:
@@ -177,7 +173,7 @@ class RayEngine:
             raise EngineDiedError(_first_line(error), why_died(logs_folder(ray), began_s)) from error
 
     def _choose_format(self) -> None:
-        """On CPUs; once, however often the engine is started."""
+        """Choose the number format on CPUs; once, however often the engine is started."""
         if self._on_cpus:
             return
         self._on_cpus = True
@@ -199,7 +195,7 @@ class RayEngine:
 
 
 def _refuse_dead_address(address: str) -> None:
-    """Ray itself would try for ever to reach an address where nobody is."""
+    """Refuse an address where no one listens; Ray itself would try for ever."""
     host, colon, port = address.rpartition(":")
     if not colon or "/" in host or not port.isdecimal():
         return
@@ -213,13 +209,13 @@ def _refuse_dead_address(address: str) -> None:
 
 
 def _first_line(error: Exception) -> str:
-    """Ray's errors are pages long; their first words say what happened."""
+    """The first line of one of Ray's errors, which are pages long."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else 'no word'}"[:300]
+    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"[:300]
 
 
 def _unpack(row: dict[str, Any]) -> dict[str, Any]:
-    """Runs on Ray's workers: needs nothing of Corral."""
+    """Decode a row; runs on Ray's workers, so it needs nothing of Corral."""
     import json
 
     unpacked: dict[str, Any] = json.loads(row["text"])
@@ -238,7 +234,7 @@ def read_answer(row: dict[str, Any]) -> RayAnswer:
 
 
 def engine_settings(context: int | None, assignments: tuple[str, ...]) -> dict[str, Any]:
-    """What was asked of the plan, under the names that vLLM's engine knows."""
+    """The plan's fixed fields, under the names that vLLM's engine knows."""
     fixed = read_fixed({**({"max_model_len": context} if context else {}), **parse_assignments(assignments)})
     engine = {ours: getattr(fixed, name) for name, ours in _ENGINE_NAMES.items() if getattr(fixed, name) is not None}
     if fixed.weights in VLLM_DTYPES:

@@ -2,7 +2,7 @@
 
 The port of a server that is away can be taken by any user of the machine. Trusted are this user, root, and the users
 named in `CORRAL_TRUST_USERS` (names or numbers, with commas between): for a server that somebody else runs.
-Connections that open at the same time are judged by one look, because the kernel's list can be long.
+Connections that open at the same time share one reading of the kernel's list, which can be long.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ Question = tuple[Address, Address, "asyncio.Future[set[int]]"]
 
 
 class PeerCheck:
-    """Judges the connections to one server, in one event loop."""
+    """Checks the connections to one server, in one event loop."""
 
     def __init__(self, where: str) -> None:
         self._where, self._trusted = where, _trusted()
         self._questions: list[Question] = []
-        self._looking: asyncio.Task[None] | None = None
+        self._reading: asyncio.Task[None] | None = None
 
     async def check(self, transport: asyncio.BaseTransport) -> None:
-        """Refuse a connection that a stranger took, or that was lost meanwhile: nothing was sent through it."""
+        """Refuse a connection that another user accepted, or that was lost; nothing was sent through it."""
         await self._refuse_strangers(transport)
         if transport.is_closing():
             raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
@@ -45,27 +45,27 @@ class PeerCheck:
             return
         answer: asyncio.Future[set[int]] = asyncio.get_running_loop().create_future()
         self._questions.append((ours, theirs, answer))
-        if self._looking is None:
-            self._looking = asyncio.get_running_loop().create_task(self._look())
+        if self._reading is None:
+            self._reading = asyncio.get_running_loop().create_task(self._read_table())
         strangers = await answer - self._trusted
         if strangers:
             raise _refusal(self._where, min(strangers))
 
-    async def _look(self) -> None:
-        asked: list[Question] = []
+    async def _read_table(self) -> None:
+        batch: list[Question] = []
         try:
             while self._questions:
-                asked, self._questions = self._questions, []
-                found = await asyncio.to_thread(tcp_sockets, asked[0][1][1])  # all are of one port
-                for ours, theirs, answer in asked:
+                batch, self._questions = self._questions, []
+                table = await asyncio.to_thread(tcp_sockets, batch[0][1][1])  # all are of one port
+                for ours, theirs, answer in batch:
                     if not answer.done():
-                        answer.set_result(peer_owners(ours, theirs, found))
+                        answer.set_result(peer_owners(ours, theirs, table))
         except BaseException:
-            for _, _, answer in (*asked, *self._questions):
+            for _, _, answer in (*batch, *self._questions):
                 answer.cancel()
             raise
         finally:
-            self._looking = None
+            self._reading = None
 
 
 def _refusal(where: str, uid: int) -> StrangerError:
@@ -80,14 +80,14 @@ def _refusal(where: str, uid: int) -> StrangerError:
 
 
 def _trusted() -> set[int]:
-    found = {0, os.getuid(), os.geteuid()}
+    users = {0, os.getuid(), os.geteuid()}
     for word in os.environ.get(TRUST_USERS, "").split(","):
         name = word.strip()
         if name.isascii() and name.isdigit():
-            found.add(int(name))
+            users.add(int(name))
         elif name:
             try:
-                found.add(pwd.getpwnam(name).pw_uid)
+                users.add(pwd.getpwnam(name).pw_uid)
             except KeyError:
-                continue  # nobody of that name can hold a port
-    return found
+                continue  # there is no such user
+    return users

@@ -1,12 +1,12 @@
-"""What a request asks for, checked with vLLM's own words."""
+"""Completion and chat requests of the fake server, checked with vLLM's own messages."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
+from corral.client.errors import error_body
 from corral.fake import words
 
 _MAX_LOGPROBS = 20
@@ -25,7 +25,7 @@ _RANGES: dict[str, tuple[float, float, str]] = {
 
 
 class FakeRefusedError(Exception):
-    """An answer that is an HTTP error, in vLLM's shape."""
+    """A request is answered with an HTTP error, in vLLM's shape."""
 
     def __init__(
         self,
@@ -38,13 +38,12 @@ class FakeRefusedError(Exception):
         super().__init__(message)
         self.status, self.message, self.kind, self.param, self.retry_after = status, message, kind, param, retry_after
 
-    def body(self) -> bytes:
-        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.status}
-        return json.dumps({"error": error}, ensure_ascii=False, separators=(",", ":")).encode()
+    def body(self) -> dict[str, Any]:
+        return error_body(self.message, self.kind, self.status, self.param)
 
 
 @dataclass(slots=True)
-class Ask:
+class Query:
     """One completion or chat request."""
 
     chat: bool
@@ -73,7 +72,7 @@ class Ask:
 
     @property
     def plain(self) -> bool:
-        """Whether the answer is only text, so that prepared bytes will do."""
+        """Whether the answer is only text, which is written from prepared bytes."""
         return (
             self.logprobs is None
             and self.prompt_logprobs is None
@@ -81,12 +80,12 @@ class Ask:
         )
 
     def limit(self, index: int, max_model_len: int) -> int:
-        """How many tokens prompt `index` may get."""
+        """The largest number of tokens in the answer to prompt `index`."""
         room = max_model_len - self.prompt_tokens[index]
         return room if self.max_tokens is None else min(room, self.max_tokens)
 
 
-def read_ask(body: dict[str, Any], chat: bool, max_model_len: int) -> Ask:
+def read_query(body: dict[str, Any], chat: bool, max_model_len: int) -> Query:
     """Check a request body."""
     for name in _RANGES.keys() & body.keys():
         _check_range(name, body[name])
@@ -104,59 +103,62 @@ def read_ask(body: dict[str, Any], chat: bool, max_model_len: int) -> Ask:
     greedy = sampled[0] == 0
     salt = b"" if greedy else repr(sampled).encode()
     keys = [int.from_bytes(blake2b(text + b"\0" + salt, digest_size=8).digest(), "big") for text in prompts]
-    ask = Ask(chat, prompts, counts, keys, _max_tokens(body, chat), greedy=greedy)
-    if ask.max_tokens is not None and ask.max_tokens > max_model_len:
+    query = Query(chat, prompts, counts, keys, _max_tokens(body, chat), greedy=greedy)
+    if query.max_tokens is not None and query.max_tokens > max_model_len:
         raise FakeRefusedError(
             400,
-            f"max_tokens={ask.max_tokens} cannot be greater than max_model_len={max_model_len}. "
+            f"max_tokens={query.max_tokens} cannot be greater than max_model_len={max_model_len}. "
             "Please request fewer output tokens.",
             param="max_tokens",
         )
     prompt = body.get("prompt")
     if not chat and isinstance(prompt, list) and not isinstance(prompt[0], str):
-        ask.given_ids = prompt if isinstance(prompt[0], list) else [prompt]
-    ask.echo = bool(body.get("echo"))
-    if not (ask.echo and ask.max_tokens == 0) and min(ask.limit(i, max_model_len) for i in range(len(prompts))) < 1:
-        value = min(ask.limit(i, max_model_len) for i in range(len(prompts)))
+        query.given_ids = prompt if isinstance(prompt[0], list) else [prompt]
+    query.echo = bool(body.get("echo"))
+    if (
+        not (query.echo and query.max_tokens == 0)
+        and min(query.limit(i, max_model_len) for i in range(len(prompts))) < 1
+    ):
+        value = min(query.limit(i, max_model_len) for i in range(len(prompts)))
         raise FakeRefusedError(400, f"max_tokens must be at least 1, got {value}.", param="max_tokens")
-    _read_options(ask, body)
-    return ask
+    _read_options(query, body)
+    return query
 
 
-def _read_options(ask: Ask, body: dict[str, Any]) -> None:
-    ask.n = body.get("n") or 1
-    ask.stream = bool(body.get("stream"))
+def _read_options(query: Query, body: dict[str, Any]) -> None:
+    query.n = body.get("n") or 1
+    query.stream = bool(body.get("stream"))
     options = body.get("stream_options")
     if options:
-        if not ask.stream:
+        if not query.stream:
             message = "Stream options can only be defined when `stream=True`."
             raise FakeRefusedError(400, message, param="stream_options")
-        ask.include_usage = bool(options.get("include_usage"))
-        ask.continuous_usage = ask.include_usage and bool(options.get("continuous_usage_stats"))
-    ask.min_tokens = body.get("min_tokens") or 0
-    if ask.max_tokens is not None and ask.min_tokens > ask.max_tokens:
-        message = f"min_tokens must be less than or equal to max_tokens={ask.max_tokens}, got {ask.min_tokens}."
+        query.include_usage = bool(options.get("include_usage"))
+        query.continuous_usage = query.include_usage and bool(options.get("continuous_usage_stats"))
+    query.min_tokens = body.get("min_tokens") or 0
+    if query.max_tokens is not None and query.min_tokens > query.max_tokens:
+        message = f"min_tokens must be less than or equal to max_tokens={query.max_tokens}, got {query.min_tokens}."
         raise FakeRefusedError(400, message)
-    ask.ignore_eos = bool(body.get("ignore_eos"))
-    ask.return_token_ids = bool(body.get("return_token_ids"))
-    ask.tokens_as_ids = bool(body.get("return_tokens_as_token_ids"))
+    query.ignore_eos = bool(body.get("ignore_eos"))
+    query.return_token_ids = bool(body.get("return_token_ids"))
+    query.tokens_as_ids = bool(body.get("return_tokens_as_token_ids"))
     stop = body.get("stop") or ()
-    ask.stops = (stop,) if isinstance(stop, str) else tuple(stop)
-    if ask.chat:
-        ask.logprobs = (body.get("top_logprobs") or 0) if body.get("logprobs") else None
+    query.stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    if query.chat:
+        query.logprobs = (body.get("top_logprobs") or 0) if body.get("logprobs") else None
     else:
-        ask.logprobs = body.get("logprobs")
-    ask.prompt_logprobs = body.get("prompt_logprobs")
+        query.logprobs = body.get("logprobs")
+    query.prompt_logprobs = body.get("prompt_logprobs")
     for name, kind, value in (
-        ("logprobs", "sample", ask.logprobs),
-        ("prompt_logprobs", "prompt", ask.prompt_logprobs),
+        ("logprobs", "sample", query.logprobs),
+        ("prompt_logprobs", "prompt", query.prompt_logprobs),
     ):
         if value is not None and (not isinstance(value, int) or value < 0):
             raise FakeRefusedError(400, f"`{name}` must be a positive value or -1.", param=name)
         if value and value > _MAX_LOGPROBS:
             message = f"Requested {kind} logprobs of {value}, which is greater than max allowed: {_MAX_LOGPROBS}"
             raise FakeRefusedError(400, message, param=name)
-    if ask.prompt_logprobs and ask.stream:
+    if query.prompt_logprobs and query.stream:
         message = "`prompt_logprobs` are not available when `stream=True`."
         raise FakeRefusedError(400, message, param="prompt_logprobs")
 
@@ -164,9 +166,9 @@ def _read_options(ask: Ask, body: dict[str, Any]) -> None:
 def _check_range(name: str, value: Any) -> None:
     if value is None:
         return
-    low, high, words_ = _RANGES[name]
+    low, high, text = _RANGES[name]
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value <= high:
-        raise FakeRefusedError(400, f"{name} must be {words_}, got {value}.", param=name)
+        raise FakeRefusedError(400, f"{name} must be {text}, got {value}.", param=name)
 
 
 def _max_tokens(body: dict[str, Any], chat: bool) -> int | None:

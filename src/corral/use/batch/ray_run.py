@@ -1,12 +1,12 @@
-"""The rows of a batch on Ray Data, with the same promise: one line for each row, also when the engine dies of some.
+"""The rows of a batch on Ray Data, with the same promise: one line for each row, even when the engine dies of some.
 
-Results are committed to the same ledger as they stream out. Ray Data itself ends the whole job at one bad row: it is
-asked to keep inference errors with their row, and when a pass still dies the rest is tried again, in halves once a
-pass brings nothing, until the bad row stands alone and goes to the error file. Ray itself starts no dead engine
-again, because it would never stop: an engine that dies three times in a row without any answer ends the batch with
-its reason.
+Results are committed to the same ledger as they arrive. Ray Data ends the whole job at one bad row: it is told to
+keep inference errors with their row, and when a pass still dies the rest is tried again, in halves once a pass
+answers nothing, until the bad row is alone and goes to the error file. Ray is told not to restart a dead engine,
+because it would never stop: an engine that dies three times in a row without any answer ends the batch with the
+reason.
 
-The job's folder must lie on a file system that all nodes see. Not covered: several answers per prompt,
+The batch's folder must lie on a file system that all nodes see. Not covered: several answers per prompt,
 log-probabilities, and several runners on one batch.
 """
 
@@ -27,22 +27,22 @@ from corral.client.reply import Choice, Reply, Timing, Usage
 from corral.use.batch.core.folder import PartFolder
 from corral.use.batch.core.ledger import LedgerEntry
 from corral.use.batch.core.records import FAILED, FINE
-from corral.use.batch.core.run import BatchState, Listener, RunSummary, Share
+from corral.use.batch.core.run import Assignment, BatchState, Listener, RunSummary
 from corral.use.batch.core.runner import RunnerSettings, Work
 from corral.use.batch.core.table import RowReader
 from corral.use.batch.input.recipe import Parsed
-from corral.use.batch.raydata.engine import AnswerEngine, Note, RayAnswer
+from corral.use.batch.ray_engine import AnswerEngine, Note, RayAnswer
 
 _encode = msgspec.json.Encoder().encode
 _GROUP, _GROUP_S = 256, 1.0
-_TOLD_S = 10.0
+_NOTE_S = 10.0
 MOST_DEATHS = 3
-_DEFAULT_TOKENS = 16  # of a completion that does not say how many, in vLLM
+_DEFAULT_TOKENS = 16  # vLLM's default for a completion
 _NOT_PARAMS = {"prompt", "messages", "model", "stream", "max_completion_tokens", "tools", "tool_choice"}
 
 
-class Deaths:
-    """How often in a row an engine died, and how often in the same way (numbers and addresses do not matter)."""
+class EngineDeaths:
+    """How often in a row an engine died, and how often with the same error (numbers and addresses apart)."""
 
     def __init__(self) -> None:
         self.in_a_row = self.alike = 0
@@ -58,19 +58,19 @@ class Deaths:
 def run_on_engine(
     make: Callable[[Note], AnswerEngine],
     model: str,
-    share: Share,
+    rows: Assignment,
     work: Work,
     _: RunnerSettings,
     listener: Listener,
     __: bool,
 ) -> RunSummary:
-    """Do the rows of a share on an engine, made only when there is something to do."""
-    if isinstance(share.folder, PartFolder):
-        raise UsageError(f"{share.folder.output} is shared (--jobs).", "Finish it with `corral batch resume`.")
-    if not share.counts.left:
-        return RunSummary.of(share, BatchState.DONE)
-    with heartbeat(share.alive):
-        return _EngineRun(make(listener.note), model, share, work, listener).run()
+    """Do the rows of an assignment on an engine, which is made only when there is something to do."""
+    if isinstance(rows.folder, PartFolder):
+        raise UsageError(f"{rows.folder.output} is shared (--jobs).", "Finish it with `corral batch resume`.")
+    if not rows.counts.left:
+        return RunSummary.of(rows, BatchState.DONE)
+    with heartbeat(rows.alive):
+        return _EngineRun(make(listener.note), model, rows, work, listener).run()
 
 
 class _CancelledError(Exception):
@@ -78,15 +78,15 @@ class _CancelledError(Exception):
 
 
 class _EngineRun:
-    """One run of a share on an engine."""
+    """One run of an assignment on an engine."""
 
-    def __init__(self, engine: AnswerEngine, model: str, share: Share, work: Work, listener: Listener) -> None:
-        self._engine, self._model, self._share, self._work, self._listener = engine, model, share, work, listener
-        self._counts, self._done = share.counts, share.done
-        self._reader = RowReader(share.table)
+    def __init__(self, engine: AnswerEngine, model: str, rows: Assignment, work: Work, listener: Listener) -> None:
+        self._engine, self._model, self._rows, self._work, self._listener = engine, model, rows, work, listener
+        self._counts, self._done = rows.counts, rows.done
+        self._reader = RowReader(rows.table)
         self._group: list[LedgerEntry] = []
-        self._committed = self._told = share.counts.began = time.monotonic()
-        self._deaths = Deaths()
+        self._committed = self._noted = rows.counts.began = time.monotonic()
+        self._deaths = EngineDeaths()
         self._proof: tuple[int, bool] | None = None  # a row that was answered, and whether as chat
 
     def run(self) -> RunSummary:
@@ -102,37 +102,37 @@ class _EngineRun:
         finally:
             self._commit()
             self._reader.close()
-        return RunSummary.of(self._share, state)
+        return RunSummary.of(self._rows, state)
 
     def _kinds(self) -> list[tuple[bool, list[int]]]:
-        """Rows that are still to be done, by what the engine must treat alike: chat or not, same parameters."""
+        """The rows that are left, grouped by chat or completion and by the names of their parameters."""
         kinds: dict[tuple[bool, tuple[str, ...]], list[int]] = {}
-        for number in range(len(self._share.table)):
+        for number in range(len(self._rows.table)):
             if self._done[number]:
                 continue
             raw = self._reader.raw(number)
             try:
-                parsed = self._work.ask(number, raw).context
+                parsed = self._work.first_step(number, raw).context
                 kinds.setdefault((parsed.path == CHAT, tuple(sorted(_params(parsed)))), []).append(number)
             except CorralError as error:
                 self._settle(number, FAILED, self._work.failure(number, raw, error))
         return [(chat, numbers) for (chat, _), numbers in kinds.items()]
 
     def _pass(self, numbers: Sequence[int], chat: bool) -> None:
-        """Do these rows; what is left after a pass that died is tried again, in halves when it brought nothing."""
+        """Do these rows; those left after a pass that died are tried again, in halves when it answered none."""
         waiting = [list(numbers)]
         while waiting:
-            asked = waiting.pop(0)
-            why = self._try(asked, chat)
-            left = self._left(asked)
+            rows = waiting.pop(0)
+            why = self._try(rows, chat)
+            left = self._left(rows)
             if not left:
                 continue
             self._counts.retries += 1
             self._listener.note("again", f"{len(left)} rows left after: {str(why)[:300]}")
-            if len(left) == len(asked):
+            if len(left) == len(rows):
                 self._refuse_dead_engine(left, chat, why)
                 left = self._left(left)
-                if len(asked) == 1 and left:
+                if len(rows) == 1 and left:
                     self._give_up(left[0], why)
                     continue
                 middle = len(left) // 2
@@ -148,7 +148,9 @@ class _EngineRun:
         self._settle(number, FAILED, self._work.failure(number, self._reader.raw(number), alone))
 
     def _refuse_dead_engine(self, numbers: Sequence[int], chat: bool, why: Exception) -> None:
-        """A pass brought nothing: is it a row, or the engine? Rows alone tell, best one that it answered before."""
+        """A pass answered nothing: try single rows, best one that was answered before, to tell a bad row from a dead
+        engine.
+        """
         self._deaths.count(why)
         if self._proof is None:
             rows = [(numbers[0], chat), (numbers[-1], chat)] if len(numbers) > 1 else []
@@ -168,15 +170,15 @@ class _EngineRun:
             )
 
     def _try(self, numbers: Sequence[int], chat: bool) -> Exception:
-        """One pass of the engine; why rows may be left after it."""
-        rows = self._share.folder.path / "ray-rows.jsonl"
+        """One pass of the engine; the reason why rows may be left after it."""
+        rows = self._rows.folder.path / "ray-rows.jsonl"
         try:
             with rows.open("wb") as file:
                 for number in numbers:
                     file.write(self._line(number))
             self._listener.note("starting", f"Ray starts the engine for {len(numbers)} rows")
             for answer in self._engine.answers(rows, chat):
-                self._take(answer)
+                self._add(answer)
         except (CorralError, _CancelledError):
             raise
         except Exception as error:  # Ray's errors have no common root
@@ -186,21 +188,21 @@ class _EngineRun:
         return EngineError("Ray Data returned no row for it.")
 
     def _line(self, number: int) -> bytes:
-        parsed: Parsed = self._work.ask(number, self._reader.raw(number)).context
+        parsed: Parsed = self._work.first_step(number, self._reader.raw(number)).context
         what = "messages" if parsed.path == CHAT else "prompt"
         row = {"corral_row": number, what: parsed.body[what], "sampling_params": _params(parsed)}
         return _encode(row) + b"\n"
 
-    def _take(self, answer: RayAnswer) -> None:
-        self._deaths = Deaths()
+    def _add(self, answer: RayAnswer) -> None:
+        self._deaths = EngineDeaths()
         if self._done[answer.number]:
-            return  # it was asked again to see whether the engine lives
+            return  # it was sent again to see whether the engine lives
         raw = self._reader.raw(answer.number)
         if answer.error:
             error = EngineError(answer.error)
             self._settle(answer.number, FAILED, self._work.failure(answer.number, raw, error))
             return
-        parsed: Parsed = self._work.ask(answer.number, raw).context
+        parsed: Parsed = self._work.first_step(answer.number, raw).context
         self._proof = self._proof or (answer.number, parsed.path == CHAT)
         reply = _as_reply(answer, parsed, self._model)
         self._counts.prompt_tokens += answer.prompt_tokens
@@ -222,20 +224,20 @@ class _EngineRun:
         now = time.monotonic()
         if len(self._group) >= _GROUP or now - self._committed > _GROUP_S:
             self._commit()
-            if self._share.folder.cancel.exists():
+            if self._rows.folder.cancel.exists():
                 raise _CancelledError
-        if now - self._told > _TOLD_S:
-            self._told = now
+        if now - self._noted > _NOTE_S:
+            self._noted = now
             done, rate = counts.rows - counts.left, counts.output_tokens / (now - counts.began)
             self._listener.note("progress", f"{done} of {counts.rows} rows, {rate:,.0f} output tok/s")
 
     def _commit(self) -> None:
         if self._group:
-            self._share.ledger.commit(self._group)
+            self._rows.ledger.commit(self._group)
             self._counts.groups += 1
             self._group = []
         self._committed = time.monotonic()
-        self._share.look()
+        self._rows.refresh()
 
 
 def _params(parsed: Parsed) -> dict[str, Any]:
@@ -246,7 +248,7 @@ def _params(parsed: Parsed) -> dict[str, Any]:
         raise UsageError("Ray Data gives one plain answer per row: no n, tools or logprobs.", "Use --engine http.")
     params.pop("n", None)
     if parsed.path == CHAT:
-        params.setdefault("max_tokens", None)  # as a server does; the engine alone would stop after 16
+        params.setdefault("max_tokens", None)  # as a server does; the engine itself would stop after 16
     if wanted := body.get("max_completion_tokens"):
         params["max_tokens"] = wanted
     if isinstance(params.get("stop"), str):
@@ -255,10 +257,10 @@ def _params(parsed: Parsed) -> dict[str, Any]:
 
 
 def _as_reply(answer: RayAnswer, parsed: Parsed, model: str) -> Reply:
-    """The answer in the shape that a server would have given it."""
+    """The answer in the shape of a server's reply."""
     chat = parsed.path == CHAT
-    asked = _params(parsed).get("max_tokens", _DEFAULT_TOKENS)
-    finish = "length" if asked and answer.output_tokens >= asked else "stop"  # Ray Data does not tell
+    limit = _params(parsed).get("max_tokens", _DEFAULT_TOKENS)
+    finish = "length" if limit and answer.output_tokens >= limit else "stop"  # Ray Data does not tell
     message = {"role": "assistant", "content": answer.text}
     choice: dict[str, Any] = {"index": 0, "finish_reason": finish}
     choice |= {"message": message} if chat else {"text": answer.text}

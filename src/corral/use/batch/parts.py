@@ -1,19 +1,15 @@
-"""Runners that work on one batch at once: who they are, what each has written, which blocks of rows each does.
+"""The runners that work on one batch at once: who they are, what each has written, which blocks of rows each does.
 
 No file has two writers. Every runner writes a part of its own (ledger, results, errors) and reads the ledgers of the
-others, so what is done is what any ledger says. Blocks of rows are claimed, so that a row is done once; a claim only
-saves work: when a runner that was thought dead comes back, its rows are done twice, and the first result counts when
-the parts are put together.
+others: a row is done when any ledger has it. The rows, in the order in which they are sent, are cut into blocks of
+equal size: small enough that no runner waits long for the last ones, large enough that a claim costs little beside
+the work. A runner claims its next block when it has sent the rows of the last one, so its engine never runs dry. When
+no block is free, it looks for claims of dead runners. A claim only saves work: when a runner that was thought dead
+comes back, its rows are done twice, and the first result counts when the parts are put together.
 
-A claim is a hard link to the runner's `holder` file, made in one step also on NFS and Lustre. All its claims are the
-same file: one touch keeps all of them alive, and a look at any tells who holds it and when that one was last heard.
-
-The rows of a batch in blocks, and a feed that gives a runner the rows of blocks nobody else does.
-
-The rows, in the order in which they are to be sent, are cut into blocks of equal size: so many that the last ones do
-not keep anybody waiting, so large that claiming one is nothing beside doing it. A runner claims its next block when
-it has sent the rows of the last, so its engine is never drained in between. When no block is free it looks for dead
-runners.
+A claim is a hard link to the runner's `holder` file, which is made in one step also on NFS and Lustre. All claims of
+a runner are the same file: one touch keeps them all alive, and any of them says who holds it and since when it is
+silent.
 """
 
 from __future__ import annotations
@@ -37,27 +33,26 @@ from corral.use.batch.core.table import Table
 
 
 def all_parts(folder: BatchFolder) -> list[PartFolder]:
-    """What runners have written, dead or alive."""
+    """The parts of all runners, dead or alive."""
     with contextlib.suppress(FileNotFoundError):
         return [PartFolder(folder.output, folder.live, path.name) for path in sorted(folder.parts.iterdir())]
     return []
 
 
 def runners_of(folder: BatchFolder) -> list[Identity]:
-    """Who works on it now."""
-    found = (holder_of(part.holder) for part in all_parts(folder))
-    return [holder for holder in found if holder is not None]
+    """Who works on the batch now."""
+    holders = (holder_of(part.holder) for part in all_parts(folder))
+    return [holder for holder in holders if holder is not None]
 
 
-def bury(part: PartFolder) -> None:
-    """Take the claims of a runner away that is known to be dead; what it wrote counts."""
-    found = lock_holder(part.holder)
-    if found is None:
+def remove_claims(part: PartFolder) -> None:
+    """Remove the claims of a runner that is known to be dead; its results count."""
+    holder = lock_holder(part.holder)
+    if holder is None:
         return
-    job = BatchFolder(part.output)
     with contextlib.suppress(FileNotFoundError):
-        for claim in job.blocks.iterdir():
-            if lock_holder(claim) == found:
+        for claim in BatchFolder(part.output).blocks.iterdir():
+            if lock_holder(claim) == holder:
                 claim.unlink(missing_ok=True)
     part.holder.unlink(missing_ok=True)
 
@@ -74,7 +69,7 @@ class Participant:
         name = f"{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(3)}"
         self.part = PartFolder(folder.output, folder.live, name)
         self.claims: set[int] = set()
-        self.lost = False  # the batch was put together without us
+        self.lost = False  # the batch was put together without this runner
         self._touched = 0.0
 
     def join(self) -> None:
@@ -86,7 +81,7 @@ class Participant:
         self._touched = time.monotonic()
 
     def leave(self) -> None:
-        """Give back all claims; what was written stays, and an empty part goes."""
+        """Remove all claims, and the part if it is empty."""
         for block in self.claims:
             self._unlink_own(claim_path(self._folder, block))
         self.claims.clear()
@@ -109,7 +104,7 @@ class Participant:
             return False
 
     def touch(self) -> None:
-        """Show that this runner lives, and see whether it still counts."""
+        """Show that this runner lives, and notice when the batch was put together without it."""
         now = time.monotonic()
         try:
             if now - self._touched > TOUCH_S:
@@ -123,7 +118,7 @@ class Participant:
             pass  # the file system is away for a moment
 
     def claim(self, block: int) -> bool:
-        """Take a block that nobody has."""
+        """Claim a block that no one has."""
         path = claim_path(self._folder, block)
         try:
             os.link(self.part.holder, path)
@@ -137,18 +132,18 @@ class Participant:
         return True
 
     def free(self, block: int) -> bool:
-        """Take the claim of a dead runner away; whether the block may be claimed now."""
+        """Remove the claim of a dead runner; whether the block may be claimed now."""
         path = claim_path(self._folder, block)
-        found = lock_holder(path)
-        if found is not None:
+        holder = lock_holder(path)
+        if holder is not None:
             if holder_of(path) is not None:
                 return False
-            discard_lock(path, found)
+            discard_lock(path, holder)
         return True
 
 
 class Others:
-    """What the other runners have done, read from their ledgers as these grow."""
+    """The rows that other runners have done, read from their ledgers as these grow."""
 
     def __init__(self, folder: BatchFolder, table: Table, own: str, done: bytearray) -> None:
         self._folder, self._own, self._done = folder, own, done
@@ -156,7 +151,7 @@ class Others:
         self._read: dict[str, int] = {}
 
     def refresh(self) -> int:
-        """Mark what is done since the last time; the number of rows."""
+        """Mark the rows done since the last call; their number."""
         new, done = 0, self._done
         for row in self._rows():
             if row >= 0 and not done[row]:
@@ -177,12 +172,12 @@ class Others:
 
 SMALLEST, LARGEST = 16, 1024
 PER_RUNNER = 64
-LOOK_AGAIN_S = 0.5
+RETRY_S = 0.5
 
 
 @dataclass(frozen=True)
 class Division:
-    """How the rows are divided; the same for all runners."""
+    """How the rows are cut into blocks; the same for all runners."""
 
     size: int
     row_order: str
@@ -203,12 +198,12 @@ def load_division(folder: BatchFolder) -> Division | None:
 
 
 def held_blocks(folder: BatchFolder) -> set[int]:
-    """The blocks that somebody has claimed, dead or alive."""
+    """The blocks that are claimed, by runners dead or alive."""
     return {int(name) for name in os.listdir(folder.blocks) if name.isdigit()}  # noqa: PTH208 - names, thousands
 
 
 class BlockFeed:
-    """Gives rows of claimed blocks; `on_elsewhere` is told how many rows others were seen to have done."""
+    """Gives the rows of claimed blocks; `on_elsewhere` is called with the number of rows that others did."""
 
     def __init__(
         self,
@@ -226,7 +221,7 @@ class BlockFeed:
         self._rows: Iterator[int] = iter(())
         self._not_before = 0.0
 
-    def take(self) -> int | None:
+    def next_row(self) -> int | None:
         while True:
             for row in self._rows:
                 if not self._done[row]:
@@ -236,8 +231,8 @@ class BlockFeed:
                 return None
             self._rows = iter(self._of(block))
 
-    def look(self) -> None:
-        """Learn what others have done."""
+    def refresh(self) -> None:
+        """Show that this runner lives, and learn what others have done."""
         self._member.touch()
         self._on_elsewhere(self._others.refresh())
 
@@ -250,23 +245,23 @@ class BlockFeed:
         except FileNotFoundError:  # the batch was put together
             self._member.lost, block = True, None
         if block is None:
-            self._not_before = now + LOOK_AGAIN_S
+            self._not_before = now + RETRY_S
         return block
 
     def _claim(self) -> int | None:
         held = held_blocks(self._folder)
-        taken: list[int] = []
+        claimed: list[int] = []
         for block in range(len(self._finished)):
             if self._is_finished(block) or block in self._member.claims:
                 continue
             if block in held:
-                taken.append(block)
+                claimed.append(block)
             elif self._got(block):
                 return block
-        return next((block for block in taken if self._member.free(block) and self._got(block)), None)
+        return next((block for block in claimed if self._member.free(block) and self._got(block)), None)
 
     def _got(self, block: int) -> bool:
-        """Claim it; what its last holder did counts, perhaps all of it."""
+        """Claim a block; False when another runner has it, or when its last holder had finished it."""
         if not self._member.claim(block):
             return False
         self._on_elsewhere(self._others.refresh())

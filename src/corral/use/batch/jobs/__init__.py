@@ -1,1 +1,0 @@
-"""Batches as jobs of a scheduler: submitted, counted, and run inside one."""

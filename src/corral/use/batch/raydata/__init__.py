@@ -1,1 +1,0 @@
-"""Batches on a Ray cluster that is already there, by Ray Data."""

@@ -1,1 +1,0 @@
-"""Several runners on one batch: parts, blocks, and putting them together."""
