@@ -16,11 +16,11 @@ from corral.client.client import CHAT, Client, run
 from corral.client.endpoint import HeldKeyEndpoint
 from corral.client.errors import KeyRefusedError, RequestError
 from corral.client.metrics import parse
-from corral.deploy.deployment.fleet import Judgement
 from corral.deploy.deployment.state import State
 from corral.fake.app import FakeOptions
 from corral.fake.pace import Pace
 from corral.fake.server import FakeServer
+from corral.serve.fleet.record import Judgement
 from corral.serve.gateway import judging
 from corral.serve.gateway.asks import read_prompt
 from corral.serve.gateway.client_keys import add_key, digest_of, keys_file, read_keys, remove_key

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from corral.base.errors import UsageError
-from corral.deploy.deployment.fleet import Judgement
+from corral.serve.fleet.record import Judgement
 from corral.serve.gateway import policies
 from corral.serve.gateway.asks import BadAskError, RoutedPrompt, TokenScale, read_prompt
 from corral.serve.gateway.fair_queue import FairQueue

@@ -10,8 +10,8 @@ import click
 from corral.cli.options import deployment_argument
 from corral.deploy.deployment.events import Event, read_events
 from corral.deploy.lifecycle.deployments import status
-from corral.deploy.lifecycle.successors import choose_folder
-from corral.serve.fleet.waiting import chosen_fleet
+from corral.serve.fleet.chain import choose_folder
+from corral.serve.fleet.status import chosen_fleet
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})

@@ -7,8 +7,8 @@ import shlex
 import click
 
 from corral.cli.options import Duration, deployment_argument
-from corral.deploy.lifecycle.successors import choose_folder
 from corral.lab.report.screen import print_json
+from corral.serve.fleet.chain import choose_folder
 from corral.serve.proxy.figures import summary
 from corral.serve.proxy.host import ProxyLimits
 from corral.serve.proxy.run import run_proxy

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import click
 
-from corral.deploy.deployment.fleet import all_fleets
 from corral.deploy.deployment.state import ENDED, State
 from corral.deploy.lifecycle.deployments import Status, statuses
 from corral.lab.report.fleet import fleet_row, load_words
 from corral.lab.report.screen import print_json, print_table, since
-from corral.serve.fleet.standing import FleetStatus, MemberStatus, fleet_status
+from corral.serve.fleet.record import all_fleets
+from corral.serve.fleet.status import FleetStatus, MemberStatus, fleet_status
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})

@@ -19,13 +19,12 @@ from corral.base.processes import terminated_as_interrupted
 from corral.base.record import dump_json, load_json
 from corral.cli.help_pages import DefaultVerbGroup, GroupedCommand
 from corral.cli.options import Duration, TokenCount, target_options
-from corral.cli.up import UpWords, read_words, wish_of
+from corral.cli.up import UpWords, read_words, request_of
 from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.deployment.start_times import duration
 from corral.deploy.deployment.state import State
 from corral.deploy.lifecycle import bringup, deployments
 from corral.deploy.lifecycle.deployments import Record
-from corral.deploy.lifecycle.successors import choose_folder
 from corral.deploy.profile.profile import load_profile
 from corral.engines.runtimes.base import RUNTIMES
 from corral.lab.bench.spec import Spec, Workload, parse_slos
@@ -43,6 +42,7 @@ from corral.lab.tune.trials import Trial, TrialOrder
 from corral.lab.tune.tuner import fitting_knobs, tune
 from corral.lab.tune.workload import PRESETS, SEEN, SeenLoad, read_seen, workload_of
 from corral.plan.measured import planned_restart_s
+from corral.serve.fleet.chain import choose_folder
 
 HELP = {"help_option_names": ["-h", "--help"]}
 EXAMPLES = """
@@ -185,7 +185,7 @@ def _wished(model: str | None, given: dict[str, Any]) -> tuple[bringup.DeployReq
         on, model, arguments = on or before.on, before.model, (*before.engine_args, *arguments)
     if model and Path(model).expanduser().exists():
         model = str(Path(model).expanduser().absolute())  # the run may be continued from elsewhere
-    return wish_of(load_profile(on), said, on, model, arguments), arguments
+    return request_of(load_profile(on), said, on, model, arguments), arguments
 
 
 def _started_with(folder: DeploymentFolder) -> UpWords:

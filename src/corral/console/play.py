@@ -36,10 +36,10 @@ from corral.console.asking import (
     stream_request,
 )
 from corral.console.context import ConsoleContext, answer, body_of, events
-from corral.deploy.deployment.fleet import living_fleets
 from corral.deploy.deployment.state import State
-from corral.deploy.lifecycle.resolve import URL_VARIABLE, resolve, server_called
-from corral.deploy.lifecycle.successors import ChainMember, living_chains
+from corral.serve.fleet.chain import ChainMember, living_chains
+from corral.serve.fleet.record import living_fleets
+from corral.serve.resolve import URL_VARIABLE, resolve, server_called
 from corral.use.llm import token_bytes
 from corral.use.llm.llm import exact_view
 from corral.use.llm.token_view import Character, are_logits, characters, label

@@ -19,10 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from corral.base.errors import AccessError, CorralError, DoesNotFitError, LaunchError, UnreachableError, UsageError
-from corral.base.files import write_atomic
 from corral.base.home import home_dir
 from corral.base.processes import own_identity
-from corral.base.record import dump_json
 from corral.deploy.deployment.folder import DeploymentFolder, checked_name
 from corral.deploy.deployment.start_times import Phase, expectation, kind_of
 from corral.deploy.deployment.state import Patience, Reason, State
@@ -31,7 +29,6 @@ from corral.deploy.launch.paste import as_batch, as_shell, masked
 from corral.deploy.launch.render import LaunchSpec, Order, render
 from corral.deploy.lifecycle import deployments
 from corral.deploy.lifecycle.staging import Staging, measure_cpu, unmeasured
-from corral.deploy.lifecycle.successors import Chain, refuse_living_chain, write_chain
 from corral.deploy.lifecycle.watching import Reporter, wait_ready
 from corral.deploy.targets.base import Queue, Target, load_target
 from corral.engines import environments as engines
@@ -74,9 +71,6 @@ class DeployRequest:
     extra_args: tuple[str, ...] = ()
     extra_env: Mapping[str, str] = field(default_factory=dict)
     patience: Patience = field(default_factory=Patience)
-    renew: bool = False  # successors follow (see `deploy.lifecycle.successors`)
-    max_jobs: int | None = None
-    follows: str = ""  # the chain that this one continues
     share: NodeSlice = field(default_factory=NodeSlice)  # of machines that several deployments share
     words: tuple[str, ...] = ()  # of the command that asked for it: the same words start it again
 
@@ -117,6 +111,14 @@ class DeployDecision:
     def tell(self, note: Callable[[str], None]) -> None:
         for text in self.notes():
             note(text)
+
+
+@dataclass(frozen=True)
+class ClaimHooks:
+    """What a caller adds when a name is claimed."""
+
+    refuse: Callable[[str], None] = lambda _: None  # raises where something else holds the name
+    prepare: Callable[[DeploymentFolder, DeployDecision], None] = lambda *_: None  # writes into the new folder
 
 
 @dataclass(frozen=True)
@@ -347,16 +349,19 @@ def _kind(decision: DeployDecision, target: Target, runtime: Runtime) -> str:
     )  # fmt: skip
 
 
-def bring_up(request: DeployRequest, report: Reporter, wait: bool = True) -> deployments.Status:
+def bring_up(
+    request: DeployRequest, report: Reporter, wait: bool = True, hooks: ClaimHooks | None = None
+) -> deployments.Status:
     """Do all of it; returns the ready deployment (or, without waiting, the starting one)."""
+    hooks = hooks or ClaimHooks()
     for _ in range(PORT_ATTEMPTS - 1):
         try:
-            return _bring_up_once(request, report, wait)
+            return _bring_up_once(request, report, wait, hooks)
         except LaunchError as error:
             if error.details.get("reason") != "port_taken" or request.port is not None:
                 raise
             report.note(f"{error.message} Starting again on another port.")
-    return _bring_up_once(request, report, wait)
+    return _bring_up_once(request, report, wait, hooks)
 
 
 def _new_record(decision: DeployDecision, target: Target) -> deployments.Record:
@@ -373,16 +378,16 @@ def _new_record(decision: DeployDecision, target: Target) -> deployments.Record:
     )
 
 
-def _bring_up_once(request: DeployRequest, report: Reporter, wait: bool) -> deployments.Status:
+def _bring_up_once(request: DeployRequest, report: Reporter, wait: bool, hooks: ClaimHooks) -> deployments.Status:
     target, decision = sized(request, report.note)
     record = _new_record(decision, target)
     if decision.inventory.gpu:
         decision.tell(report.note)
-    refuse_living_chain(decision.name)
+    hooks.refuse(decision.name)
     folder = deployments.claim(record, lambda who: report.note(f"waiting for {who}, which uses the same name"))
     staging = Staging(report, folder, planned_start(decision.plan))
     with _released_on_failure(folder):
-        _join_chain(request, decision, folder)
+        hooks.prepare(folder, decision)
         kind = kind_of("engine", decision.flavour, PINNED_VERSION, request.runtime)
         staging.phase(Phase.INSTALLING, kind, needed=engines.find(decision.flavour) is None)
         runtime = _runtime(request, target, decision.flavour).stage(staging.detail)
@@ -434,18 +439,6 @@ def _interrupted(folder: DeploymentFolder) -> str:
         if now.state is State.QUEUED:
             return f"{now.text}. Wait for it again: corral up --attach {name}. Stop it: corral down {name}"
     return f"it keeps starting in the background. Wait for it: corral up --attach {name}. Stop it: corral down {name}"
-
-
-def _join_chain(request: DeployRequest, decision: DeployDecision, folder: DeploymentFolder) -> None:
-    """A successor has its chain's key, so that clients' keys stay valid; a first keeps what others are made from."""
-    if request.follows:
-        write_atomic(folder.key, DeploymentFolder.of(request.follows).key.read_text(encoding="utf-8"))
-    elif request.renew:
-        given = Path(request.model).expanduser() if request.model else None
-        model = str(given.resolve()) if given and given.exists() else request.model or decision.source.name
-        resolved = replace(request, model=model, name=folder.name, served_name=decision.served_name)
-        write_atomic(folder.request, dump_json(resolved))
-        write_chain(folder, Chain(max_jobs=request.max_jobs))
 
 
 def _bring_model(decision: DeployDecision, target: Target, staging: Staging) -> str:

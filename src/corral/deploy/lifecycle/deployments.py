@@ -23,7 +23,6 @@ from corral.base.record import dump_json, from_json, load_json
 from corral.base.untrusted import parse_json
 from corral.client.endpoint import Endpoint
 from corral.deploy.deployment.events import Event, Follower, read_events
-from corral.deploy.deployment.fleet import refuse_fleet_name
 from corral.deploy.deployment.folder import DeploymentFolder, all_folders
 from corral.deploy.deployment.start_times import Expected, Stretch, course_of, ends_at_s
 from corral.deploy.deployment.state import ENDED, Patience, Reason, State
@@ -92,7 +91,6 @@ def claim(record: Record, on_wait: Callable[[str], None]) -> DeploymentFolder:
     """Take a name for a new deployment; refuse it while another holds it, and say who."""
     name = record.name
     folder = DeploymentFolder.of(name)
-    refuse_fleet_name(name)
     with exclusive_lock(deployments_dir() / f".{folder.path.name}.lock", on_wait):
         if folder.record.is_file():
             _refuse_living(folder)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from corral.deploy.deployment.fleet import Judgement
 from corral.deploy.deployment.state import State
 from corral.lab.report.screen import since
-from corral.serve.fleet.standing import FleetStatus, MemberStatus
+from corral.serve.fleet.record import Judgement
+from corral.serve.fleet.status import FleetStatus, MemberStatus
 
 
 def fleet_row(found: FleetStatus) -> list[str]:

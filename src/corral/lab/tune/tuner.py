@@ -30,6 +30,7 @@ from corral.lab.tune.race import RaceResult, next_order, verdict
 from corral.lab.tune.random_search import next_random
 from corral.lab.tune.store import TuneRun, TuneSpec
 from corral.lab.tune.trials import Roofline, Trial, TrialOrder
+from corral.serve.fleet.start import bring_up
 
 LONGEST_NAME = 60
 
@@ -172,7 +173,7 @@ def _served(
         began_s = time.monotonic()
         waited.append(began_s - asked_s)
         try:
-            status = bringup.bring_up(request, _Phases(watcher.phase))
+            status = bring_up(request, _Phases(watcher.phase))
         except BaseException:
             _stop(name)
             raise

@@ -10,7 +10,7 @@ from corral.base.errors import CorralError
 from corral.client.client import Client
 from corral.client.endpoint import Endpoint
 from corral.client.errors import RequestError
-from corral.deploy.deployment.fleet import all_fleets, held_gateways
+from corral.serve.fleet.record import all_fleets, held_gateways
 
 ASK_S = 3.0
 

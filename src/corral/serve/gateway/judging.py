@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from corral.deploy.deployment.fleet import Judgement
+from corral.serve.fleet.record import Judgement
 
 LEAST_STALL_S, MOST_STALL_S, FIRST_STALL_S = 8.0, 180.0, 60.0
 PAUSES = 10.0  # times its longest usual pause

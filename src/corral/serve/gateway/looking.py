@@ -15,8 +15,8 @@ from corral.client.client import Client
 from corral.client.endpoint import HeldKeyEndpoint
 from corral.client.errors import RequestError
 from corral.client.metrics import Reading, parse
-from corral.deploy.deployment.fleet import Judgement
 from corral.deploy.deployment.state import State
+from corral.serve.fleet.record import Judgement
 from corral.serve.gateway.gateway import Gateway
 from corral.serve.gateway.judging import judge, relative_speed
 from corral.serve.gateway.serving import ServingMember

@@ -7,9 +7,9 @@ import time
 from collections import deque
 from typing import Protocol
 
-from corral.deploy.deployment.fleet import Judgement
 from corral.deploy.deployment.state import State
 from corral.fake.metrics import LATENCY_BOUNDS, TTFT_BOUNDS, Histogram
+from corral.serve.fleet.record import Judgement
 from corral.serve.gateway.asks import TokenScale
 from corral.serve.gateway.fair_queue import FairQueue
 from corral.serve.gateway.policies import Policy

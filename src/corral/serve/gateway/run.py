@@ -14,7 +14,7 @@ from corral.base.files import write_atomic
 from corral.base.processes import only_lingering, own_identity, port_refused
 from corral.base.record import dump_json, load_json
 from corral.client.client import run as run_loop
-from corral.deploy.deployment.fleet import (
+from corral.serve.fleet.record import (
     FleetFolder,
     GatewayAddress,
     GatewayLoad,

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from urllib.parse import quote
 
 from corral.client.metrics import Reading
-from corral.deploy.deployment.fleet import Judgement
 from corral.deploy.deployment.state import State
+from corral.serve.fleet.record import Judgement
 from corral.serve.gateway.judging import MemberProgress
 from corral.serve.gateway.prefixes import Holdings
 from corral.serve.proxy.member import Member

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from corral.base.errors import CorralError
 from corral.base.record import load_json
 from corral.client.endpoint import Endpoint
-from corral.deploy.deployment.fleet import FleetFolder, find_fleet, read_fleet
 from corral.deploy.deployment.folder import DeploymentFolder, open_folder
 from corral.deploy.deployment.state import State
 from corral.deploy.lifecycle import deployments
-from corral.deploy.lifecycle.successors import ChainMember, all_standings
 from corral.deploy.lifecycle.tunnel import ensure_tunnel
+from corral.serve.fleet.chain import ChainMember, all_standings
+from corral.serve.fleet.record import FleetFolder, find_fleet, read_fleet
 from corral.serve.gateway.client_keys import digest_of, read_keys
 from corral.serve.gateway.serving import ServerReading
 from corral.serve.gateway.users import KeyGrant

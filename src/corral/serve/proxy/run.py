@@ -20,8 +20,8 @@ from corral.client.client import run as run_loop
 from corral.client.http1 import http_url
 from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.deployment.state import State
-from corral.deploy.lifecycle.successors import ChainMember, all_standings
 from corral.deploy.lifecycle.tunnel import ensure_tunnel
+from corral.serve.fleet.chain import ChainMember, all_standings
 from corral.serve.proxy.figures import Figures
 from corral.serve.proxy.host import ProxyLimits
 from corral.serve.proxy.members import MemberReading

@@ -30,7 +30,7 @@ from corral.base.record import to_json
 from corral.client.endpoint import Absence, Endpoint, ModelServer
 from corral.client.row_socket import RowSocketEndpoint, has_row_socket, row_processes
 from corral.deploy.deployment.folder import DeploymentFolder
-from corral.deploy.lifecycle.resolve import DeploymentServer, FleetServer, find_servers, served_by
+from corral.serve.resolve import DeploymentServer, FleetServer, find_servers, served_by
 from corral.use.batch.core.run import Listener, RunSummary, Share, run_share
 from corral.use.batch.core.runner import Counts, Runner, RunnerSettings, Work
 from corral.use.batch.input.lengths import Counter, engine_counter, server_counter
@@ -233,6 +233,7 @@ def _started(where: BatchServers, offline: ModelToStart, order: BatchOrder, repo
     from corral.deploy.deployment.state import ENDED
     from corral.deploy.lifecycle import bringup, deployments
     from corral.deploy.lifecycle.watching import wait_ready
+    from corral.serve.fleet.start import bring_up
 
     name = offline_name(order.output)
     request = offline.request(name)
@@ -246,7 +247,7 @@ def _started(where: BatchServers, offline: ModelToStart, order: BatchOrder, repo
         if running:
             wait_ready(folder, reporter)
         else:
-            bringup.bring_up(request, reporter)
+            bring_up(request, reporter)
         return [InProcessServer(DeploymentServer(name), over_http=not where.in_process)]
 
     facts = facts_of(decision)

@@ -12,9 +12,10 @@ from corral.base.record import load_json
 from corral.client.endpoint import Endpoint
 from corral.deploy.deployment.folder import all_folders, open_folder
 from corral.deploy.lifecycle import bringup, deployments
-from corral.deploy.lifecycle.resolve import ready_endpoint, resolve
 from corral.deploy.lifecycle.watching import Lines
 from corral.plan.contract import Goal
+from corral.serve.fleet.start import bring_up
+from corral.serve.resolve import ready_endpoint, resolve
 from corral.use.llm.llm import LLM
 
 
@@ -52,7 +53,7 @@ def up(
 def _serve(request: bringup.DeployRequest, reuse: bool, quiet: bool) -> LLM:
     began_s = time.time()
     try:
-        status = bringup.bring_up(request, Lines(quiet))
+        status = bring_up(request, Lines(quiet))
     except ConflictError as error:
         if reuse and error.details.get("state") == "ready":
             found = ready_endpoint(str(error.details["name"]))

@@ -24,8 +24,8 @@ from corral.base.record import load_json
 from corral.client.endpoint import Absence, Endpoint
 from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.lifecycle import deployments
-from corral.deploy.lifecycle.absence import describe
 from corral.deploy.targets.base import OwnJob, Queue, Target
+from corral.serve.resolve import describe
 from corral.use.batch.batch import Result, again, carry_out
 from corral.use.batch.core.run import Listener
 from corral.use.batch.core.runner import Counts, Runner, RunnerSettings

@@ -29,6 +29,7 @@ from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.deployment.state import ENDED, Reason
 from corral.deploy.lifecycle import bringup, deployments
 from corral.deploy.targets.base import JobState, Queue, Target, load_target
+from corral.serve.fleet.start import bring_up
 from corral.use.batch.core.folder import BatchFolder
 from corral.use.batch.core.ledger import read_ledger
 from corral.use.batch.serving import BatchServers, facts_of, offline_name, where_record
@@ -165,7 +166,7 @@ def submit(
         runner = [*_python(), "batch", "in-job", str(folder.output), "--deployment", number, "--jobs", str(jobs),
                   "--max-jobs", str(most), *words]  # fmt: skip
         options = target.with_runner(where.offline.more.get("target_options", {}), runner)
-        bringup.bring_up(where.offline.request(number, target_options=options), reporter, wait=False)
+        bring_up(where.offline.request(number, target_options=options), reporter, wait=False)
         queued.append(target.job_of(DeploymentFolder.of(number)))
         add_job(folder, queued[-1], number, target)
     return SubmittedBatch(order.output, rows, tuple(queued))

@@ -1,7 +1,8 @@
 """A deployment and its successors: `NAME`, `NAME~2`, `NAME~3`, …, one after the other under one name and one key.
 
-The list is a file in the first one's folder. A name is written into it before the deployment is made, so that a
-successor that was begun is always known, and `corral down NAME` ends all of them.
+They are a fleet of one (`serve.fleet.record`) that is kept: its record lies in the first one's folder. A name is
+written into it before the deployment is made, so that a successor that was begun is always known, and
+`corral down NAME` ends all of them. A chain that an earlier version started has `successors.json` in its place.
 """
 
 from __future__ import annotations
@@ -14,21 +15,23 @@ from corral.base.errors import ConflictError, CorralError, NotFoundError, UsageE
 from corral.base.files import write_atomic
 from corral.base.lock import FileLock, exclusive_lock, telling
 from corral.base.record import dump_json, load_json
-from corral.deploy.deployment.fleet import living_fleets
+from corral.deploy.deployment.events import append_event
 from corral.deploy.deployment.folder import DeploymentFolder, all_folders, chain_of, open_folder
 from corral.deploy.deployment.state import ENDED, State
 from corral.deploy.lifecycle import deployments
+from corral.serve.fleet.record import (
+    OLD_LOCK_S,
+    Fleet,
+    FleetFolder,
+    FleetMember,
+    change_fleet,
+    living_fleets,
+    read_fleet,
+    refuse_fleet_name,
+    write_fleet,
+)
 
-OLD_LOCK_S = 900.0  # a submission takes seconds
-
-
-@dataclass(frozen=True)
-class Chain:
-    """What follows a deployment."""
-
-    successors: tuple[str, ...] = ()
-    max_jobs: int | None = None  # of the whole chain; None: without end
-    closed: str = ""  # why nothing more will follow; empty while something may
+ADOPTED = "kept by a newer version of Corral"  # why an earlier version submits nothing more
 
 
 @dataclass(frozen=True)
@@ -45,16 +48,20 @@ class ChainMember:
         return self.status.state if self.status else State.UNKNOWN
 
 
-def read_chain(folder: DeploymentFolder) -> Chain:
-    """The chain that a deployment begins; an empty one when nothing follows it."""
+def read_chain(folder: DeploymentFolder) -> Fleet | None:
+    """The chain that a deployment begins; None when nothing follows it."""
     try:
-        return load_json(Chain, folder.successors)
+        return read_fleet(FleetFolder(folder.path))
     except FileNotFoundError:
-        return Chain()
+        return _read_old_chain(folder)
 
 
-def write_chain(folder: DeploymentFolder, chain: Chain) -> None:
-    write_atomic(folder.successors, dump_json(chain))
+def open_chain(folder: DeploymentFolder) -> FleetFolder:
+    """The chain that a deployment begins, with a record that can be changed."""
+    chain = FleetFolder(folder.path)
+    if not chain.record.is_file():
+        _adopt_old_chain(folder)
+    return chain
 
 
 def successor_name(name: str, number: int) -> str:
@@ -63,22 +70,26 @@ def successor_name(name: str, number: int) -> str:
 
 
 def members(folder: DeploymentFolder) -> list[DeploymentFolder]:
-    """All of a chain, oldest first."""
-    return [folder, *map(DeploymentFolder.of, read_chain(folder).successors)]
+    """All of a chain, oldest first; a deployment that nothing follows is alone."""
+    chain = read_chain(folder)
+    return [DeploymentFolder.of(one.name) for one in chain.members] if chain else [folder]
 
 
 def first_of(name: str) -> str:
     """The deployment that a name belongs to: `NAME` of `NAME~2`, if NAME has such a successor."""
     first = DeploymentFolder.of(chain_of(name))
-    return first.name if first.record.is_file() and name in read_chain(first).successors else name
+    if first.name == name or not first.record.is_file():
+        return name
+    chain = read_chain(first)
+    return first.name if chain and chain.member(name) else name
 
 
 def all_standings(folder: DeploymentFolder, known: dict[str, ChainMember] | None = None) -> list[ChainMember]:
-    """How each of a chain stands; those that are `known` to have ended are not asked again."""
-    return [_standing(member, (known or {}).get(member.name)) for member in members(folder)]
+    """The status of each of a chain; those that are `known` to have ended are not asked again."""
+    return [_status(member, (known or {}).get(member.name)) for member in members(folder)]
 
 
-def _standing(member: DeploymentFolder, before: ChainMember | None = None) -> ChainMember:
+def _status(member: DeploymentFolder, before: ChainMember | None = None) -> ChainMember:
     try:
         record = member.record.stat()
         stamp = (record.st_ino, record.st_mtime_ns)
@@ -91,7 +102,7 @@ def _standing(member: DeploymentFolder, before: ChainMember | None = None) -> Ch
 
 def newest_ready(folder: DeploymentFolder) -> ChainMember | None:
     """The newest of a chain that is ready; None when none is."""
-    return next((one for one in map(_standing, reversed(members(folder))) if one.state is State.READY), None)
+    return next((one for one in map(_status, reversed(members(folder))) if one.state is State.READY), None)
 
 
 def all_chains() -> list[DeploymentFolder]:
@@ -127,20 +138,24 @@ def choose_folder(name: str | None) -> DeploymentFolder:
 
 def close_chain(folder: DeploymentFolder, why: str) -> list[DeploymentFolder]:
     """Let nothing more follow; the successors that there are, newest first."""
-    if not folder.successors.exists():
+    if FleetFolder(folder.path).record.is_file():
+        chain = change_fleet(FleetFolder(folder.path), lambda one: replace(one, closed=one.closed or why))
+        append_event(FleetFolder(folder.path).events, "closed", text=why)
+    elif (old := _close_old_chain(folder, why)) is not None:
+        chain = old
+    else:
         return []
-    with chain_lock(folder):
-        chain = read_chain(folder)
-        if not chain.closed:
-            write_chain(folder, replace(chain, closed=why))
-    found = [DeploymentFolder.of(name) for name in reversed(chain.successors)]
+    found = [DeploymentFolder.of(one.name) for one in reversed(chain.members[1:])]
     return [one for one in found if one.record.is_file()]
 
 
-def refuse_living_chain(name: str) -> None:
-    """A name is not free while successors live under it."""
+def refuse_held_name(name: str) -> None:
+    """Raise where a fleet has that name, or where successors of an ended deployment of that name still run."""
+    refuse_fleet_name(name)
     folder = DeploymentFolder.of(name)
-    for one in all_standings(folder)[1:] if folder.successors.exists() else []:
+    if read_chain(folder) is None:
+        return
+    for one in all_standings(folder)[1:]:
         if one.folder.record.is_file() and one.state not in ENDED:
             raise ConflictError(
                 f"{one.folder.name!r} follows {name!r} and is {one.state}.",
@@ -148,6 +163,49 @@ def refuse_living_chain(name: str) -> None:
             )
 
 
-def chain_lock(folder: DeploymentFolder, say: Callable[[str], None] | None = None) -> FileLock:
-    """Only its holder changes a chain. A holder on a node that is gone cannot be asked: its lock grows old."""
+# Chains of earlier versions
+
+
+@dataclass(frozen=True)
+class OldChain:
+    """What `successors.json` holds."""
+
+    successors: tuple[str, ...] = ()
+    max_jobs: int | None = None
+    closed: str = ""
+
+
+def _read_old_chain(folder: DeploymentFolder) -> Fleet | None:
+    try:
+        old = load_json(OldChain, folder.successors)
+    except FileNotFoundError:
+        return None
+    jobs = tuple(FleetMember(name) for name in (folder.name, *old.successors))
+    return Fleet(folder.name, "", 1, 1, 1, 0.0, jobs, keep=True, closed=old.closed, chain=True, max_jobs=old.max_jobs)
+
+
+def _old_chain_lock(folder: DeploymentFolder, say: Callable[[str], None] | None = None) -> FileLock:
     return exclusive_lock(folder.successors_lock, telling(f"what follows {folder.name}", say), silent_s=OLD_LOCK_S)
+
+
+def _close_old_chain(folder: DeploymentFolder, why: str) -> Fleet | None:
+    if not folder.successors.exists():
+        return None
+    with _old_chain_lock(folder):
+        old = load_json(OldChain, folder.successors)
+        if not old.closed:
+            write_atomic(folder.successors, dump_json(replace(old, closed=why)))
+    return _read_old_chain(folder)
+
+
+def _adopt_old_chain(folder: DeploymentFolder) -> None:
+    """Give a chain of an earlier version a record, and let no process of that version submit anything more."""
+    if not folder.successors.exists():
+        raise UsageError(f"{folder.name!r} was not started with --renew.", "Start it with `corral up MODEL --renew`.")
+    with _old_chain_lock(folder):
+        chain, old = _read_old_chain(folder), load_json(OldChain, folder.successors)
+        if chain is None or FleetFolder(folder.path).record.is_file():  # another process was quicker
+            return
+        model = load_json(deployments.Record, folder.record).served_name
+        write_fleet(FleetFolder(folder.path), replace(chain, model=model))
+        write_atomic(folder.successors, dump_json(replace(old, closed=old.closed or ADOPTED)))

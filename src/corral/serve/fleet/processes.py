@@ -19,9 +19,9 @@ from corral.base.lock import holder_of
 from corral.base.processes import Identity, identify
 from corral.base.record import dump_json, load_json
 from corral.deploy.deployment.events import append_event
-from corral.deploy.deployment.fleet import FleetFolder, change_fleet, held_gateways, read_fleet
 from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.lifecycle import deployments
+from corral.serve.fleet.record import FleetFolder, change_fleet, held_gateways, read_fleet
 
 GATEWAY_PAUSE_S = 5.0  # between two starts of a gateway that ends at once
 ENDING_S = 90.0  # a keeper finishes what it has begun

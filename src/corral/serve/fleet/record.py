@@ -11,6 +11,10 @@
 
 A member is an ordinary deployment called `FLEET-1`, `FLEET-2`, …; its folder is a deployment's. A fleet and a
 deployment never have the same name. Only who holds the fleet's lock writes `fleet.json`; gateways write their own.
+
+A chain (`corral up --renew`) is a fleet of one whose jobs follow each other as `NAME`, `NAME~2`, `NAME~3`, …. It
+keeps these files in the folder of the deployment `NAME`, whose key is that of all its jobs, and it has no gateway of
+its own (see `serve.fleet.chain`).
 """
 
 from __future__ import annotations
@@ -48,6 +52,8 @@ class FleetMember:
     leaving_s: float = 0.0  # wall-clock time since when
     share: NodeSlice = field(default_factory=NodeSlice)  # of the fleet's machines
     added_s: float = 0.0  # wall-clock time since when it belongs to the fleet: what ended before had only its name
+    ended: bool = False  # of a chain: its job is over, and nothing more is asked of it
+    never_ready: bool = False  # of a chain: it ended without having been ready
 
 
 @dataclass(frozen=True)
@@ -77,10 +83,15 @@ class Fleet:
     nodes: tuple[FleetNode, ...] = ()  # that members share; empty: whoever gives the nodes divides them
     keep: bool = False  # a member whose job reaches its time limit is replaced in time
     closed: str = ""  # why it has ended; empty while it is to run
+    chain: bool = False  # its members are jobs that follow each other; its keeper runs inside them
+    max_jobs: int | None = None  # of a chain, in all; None: without end
 
     def serving(self) -> tuple[str, ...]:
         """The members that may get new requests."""
-        return tuple(one.name for one in self.members if not one.leaving)
+        return tuple(one.name for one in self.members if not one.leaving and not one.ended)
+
+    def has_had_its_last_job(self) -> bool:
+        return self.max_jobs is not None and len(self.members) >= self.max_jobs
 
     def member(self, name: str) -> FleetMember | None:
         return next((one for one in self.members if one.name == name), None)
