@@ -133,13 +133,12 @@ class LeastConnections:
 async def serve(urls: list[str], route: str, keys: list[str], seats: int | None) -> None:
     """The gateway alone, in front of servers, until standard input ends."""
     from corral.deploy.deployment.state import State
-    from corral.serve.gateway.client_keys import digest_of
-    from corral.serve.gateway.gateway import Gateway
-    from corral.serve.gateway.looking import Overseer
+    from corral.serve.gateway.gateway import Gateway, calm_collector
+    from corral.serve.gateway.health import HealthMonitor
+    from corral.serve.gateway.keys import digest_of
+    from corral.serve.gateway.member import MemberReading
     from corral.serve.gateway.policies import POLICIES
-    from corral.serve.gateway.serving import ServerReading
-    from corral.serve.gateway.users import KeyGrant
-    from corral.serve.proxy.relay_server import calm_collector
+    from corral.serve.gateway.usage import KeyGrant
 
     calm_collector()
     POLICIES["least-connections"] = LeastConnections
@@ -151,11 +150,11 @@ async def serve(urls: list[str], route: str, keys: list[str], seats: int | None)
     await box.listen("127.0.0.1", 0)
     keys = keys or [""] * len(urls)
     servers = [
-        ServerReading(f"m{number}", State.READY, url, "", model, key, seats, "bench")
+        MemberReading(f"m{number}", State.READY, url, "", model, key, seats, "bench")
         for number, (url, key) in enumerate(zip(urls, keys, strict=True))
     ]
     box.update(servers, [KeyGrant("bench", digest_of(KEY.encode()))])
-    looking = asyncio.ensure_future(Overseer(box).run())
+    looking = asyncio.ensure_future(HealthMonitor(box).run())
     print(json.dumps({"url": box.url}), flush=True)
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
     looking.cancel()

@@ -1,4 +1,4 @@
-"""What the proxy costs: the same load on a fake server directly and through the proxy, each in a process of its own.
+"""What `corral proxy` costs: the same load on a fake server directly and through it, each in its own process.
 
     python benchmarks/proxy.py [--seconds 5]
 
@@ -23,14 +23,17 @@ STREAM = {**WHOLE, "max_tokens": 128, "stream": True}
 
 
 async def serve(url: str) -> None:
-    """The proxy alone, in front of one server, until standard input ends."""
+    """The gateway as `corral proxy` runs it, in front of one server, until standard input ends."""
     from corral.deploy.deployment.state import State
-    from corral.serve.proxy.members import MemberReading
-    from corral.serve.proxy.server import Proxy
+    from corral.serve.gateway.gateway import Gateway
+    from corral.serve.gateway.keys import digest_of
+    from corral.serve.gateway.member import MemberReading
+    from corral.serve.gateway.policies import NEWEST
+    from corral.serve.gateway.usage import KeyGrant
 
-    proxy = Proxy()
+    proxy = Gateway(NEWEST)
     await proxy.listen("127.0.0.1", 0)
-    proxy.members.update([MemberReading("fake", State.READY, url)])
+    proxy.update([MemberReading("fake", State.READY, url, model="fake")], [KeyGrant("none", digest_of(b""))])
     print(json.dumps({"url": proxy.url}), flush=True)
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
     await proxy.close()

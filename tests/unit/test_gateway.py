@@ -21,15 +21,15 @@ from corral.fake.app import FakeOptions
 from corral.fake.pace import Pace
 from corral.fake.server import FakeServer
 from corral.serve.fleet.record import Judgement
-from corral.serve.gateway import judging
-from corral.serve.gateway.asks import read_prompt
-from corral.serve.gateway.client_keys import add_key, digest_of, keys_file, read_keys, remove_key
+from corral.serve.gateway import member
 from corral.serve.gateway.gateway import Gateway
-from corral.serve.gateway.looking import Overseer, take_reading
-from corral.serve.gateway.passage import ForwardedRequest
-from corral.serve.gateway.run import fleet_load
-from corral.serve.gateway.serving import ServerReading
-from corral.serve.gateway.users import Bucket, KeyGrant
+from corral.serve.gateway.health import HealthMonitor, update_from_metrics
+from corral.serve.gateway.keys import add_key, digest_of, keys_file, read_keys, remove_key
+from corral.serve.gateway.member import MemberReading
+from corral.serve.gateway.process import fleet_load
+from corral.serve.gateway.prompt import read_prompt
+from corral.serve.gateway.request import ForwardedRequest
+from corral.serve.gateway.usage import Bucket, KeyGrant
 
 KEY, OTHER, MEMBERS = "a-clients-key-of-length", "another-clients-key", "the-members-own-key"
 GRANTS = [KeyGrant("own", digest_of(KEY.encode()), frozenset(("fake", "fleet")))]
@@ -44,9 +44,9 @@ def in_loop(work: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
     return test
 
 
-def reading(number: int, url: str, **given: Any) -> ServerReading:
+def reading(number: int, url: str, **given: Any) -> MemberReading:
     given = {"state": State.READY, "model": "fake", "key": MEMBERS, "source": "fleet", **given}
-    return ServerReading(f"fleet-{number}", url=url, **given)
+    return MemberReading(f"fleet-{number}", url=url, **given)
 
 
 @contextlib.asynccontextmanager
@@ -178,10 +178,10 @@ async def test_limits_of_a_key_are_kept_and_counted(tmp_path: Path) -> None:
 def test_a_bucket_fills_again_and_takes_debts() -> None:
     bucket = Bucket(60, 0.0)
     assert bucket.wait_s(60, 0.0) == 0
-    bucket.take(60)
+    bucket.spend(60)
     assert bucket.wait_s(1, 0.0) == pytest.approx(1.0)
     assert bucket.wait_s(1, 2.0) == 0
-    bucket.take(90)  # an answer that was longer than thought
+    bucket.spend(90)  # an answer that was longer than thought
     assert bucket.wait_s(1, 2.0) == pytest.approx(89.0)
     assert bucket.wait_s(1000, 200.0) == 0  # more than a minute's worth waits for a full bucket only
 
@@ -312,12 +312,12 @@ async def test_a_request_that_was_dropped_goes_to_whoever_has_not_had_it(tmp_pat
         pool, user = gateway.pools["fake"], gateway.keys.all()[0]
         prompt = read_prompt(json.dumps({"prompt": "alpha " * 500}).encode(), lambda _: pool.scale)
         for _ in range(5):
-            passage, asked = ForwardedRequest(gateway, pool, user, prompt), []
+            request, asked = ForwardedRequest(pool, user, prompt), []
             for _ in range(4):
-                member = passage.choose(0.0)
+                member = request.choose(0.0)
                 assert member is not None
                 asked.append(member)
-                passage.leaves(member)
+                request.leave(member)
             assert len(set(asked[:3])) == 3  # none is avoided for long enough to say so
             assert asked[3] in asked[:3]  # and nobody else is left
 
@@ -393,10 +393,10 @@ async def test_an_adapter_that_was_unloaded_is_unknown_at_once(tmp_path: Path) -
     async with gateway_to("http://127.0.0.1:1") as gateway:
         member = gateway.members[0]
         member.models = ("fake", "adapter")
-        gateway.sort_out()
+        gateway.regroup()
         assert set(gateway.pools) == {"fake", "adapter"}
         member.models = ("fake",)
-        gateway.sort_out()
+        gateway.regroup()
         assert set(gateway.pools) == {"fake"}
         gateway.update([], GRANTS)  # a fleet between two members
         assert set(gateway.pools) == {"fake"}
@@ -474,15 +474,15 @@ async def test_a_request_that_waits_when_the_gateway_ends_is_answered(tmp_path: 
 
 def test_a_member_that_hangs_loses_its_requests_to_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It accepts connections and answers /health and /metrics all the time."""
-    monkeypatch.setattr(judging, "FIRST_STALL_S", 0.3)
-    monkeypatch.setattr(judging, "LEAST_STALL_S", 0.3)
+    monkeypatch.setattr(member, "FIRST_STALL_S", 0.3)
+    monkeypatch.setattr(member, "LEAST_STALL_S", 0.3)
 
     async def hang() -> None:
         said: list[str] = []
         with servers(tmp_path, 2) as (a, b):
             async with gateway_to(a.url, b.url) as gateway, client_of(gateway) as client:
                 gateway.say = said.append
-                looking = asyncio.ensure_future(Overseer(gateway, 0.05).run())
+                looking = asyncio.ensure_future(HealthMonitor(gateway, 0.05).run())
                 a.set_faults("hang:when=before")
                 replies = await asyncio.gather(*(client.request(CHAT, chat(str(n), n)) for n in range(12)))
                 assert all(one.text for one in replies)
@@ -524,9 +524,9 @@ async def test_metrics_can_be_added_up_under_vllms_names(tmp_path: Path) -> None
         async with gateway_to(a.url, b.url) as gateway, client_of(gateway) as client:
             bodies = [{"prompt": f"{n} " * 200, "max_tokens": 5, "ignore_eos": True} for n in range(10)]
             replies = await asyncio.gather(*(client.request("/v1/completions", body) for body in bodies))
-            overseer = Overseer(gateway, 0.01)
-            overseer.look()
-            await asyncio.gather(*overseer._busy.values())
+            monitor = HealthMonitor(gateway, 0.01)
+            monitor.check()
+            await asyncio.gather(*monitor._tasks.values())
             page = await client.page("/metrics")
             found = parse(page.body, 0.0)
             assert found.generated_tokens == 50
@@ -540,7 +540,7 @@ async def test_metrics_can_be_added_up_under_vllms_names(tmp_path: Path) -> None
             assert len([line for line in text.splitlines() if line.startswith("# TYPE")]) == len(
                 {line for line in text.splitlines() if line.startswith("# TYPE")}
             )
-            for one in overseer._clients.values():
+            for one in monitor._clients.values():
                 await one.close()
 
 
@@ -560,12 +560,12 @@ def test_a_server_that_only_embeds_shows_so_that_it_works(status: int, works: bo
     async def probe() -> None:
         server = await asyncio.start_server(embeds, "127.0.0.1", 0)
         async with server, gateway_to(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}") as gateway:
-            overseer, member = Overseer(gateway), gateway.members[0]
+            monitor, member = HealthMonitor(gateway), gateway.members[0]
             member.progress.hung = True
-            await overseer._probe(member)
+            await monitor._probe(member)
             assert asked == [b"/v1/completions", b"/v1/embeddings"]
             assert member.progress.hung is not works
-            for one in overseer._clients.values():
+            for one in monitor._clients.values():
                 await one.close()
 
     run(probe())
@@ -574,17 +574,17 @@ def test_a_server_that_only_embeds_shows_so_that_it_works(status: int, works: bo
 @in_loop
 async def test_a_member_that_is_still_loading_is_not_out_of_reach(tmp_path: Path) -> None:
     async with gateway_to("http://127.0.0.1:1", state=State.LOADING) as gateway:
-        overseer, member = Overseer(gateway), gateway.members[0]
+        monitor, member = HealthMonitor(gateway), gateway.members[0]
         member.unreachable = 10
-        overseer.look()
+        monitor.check()
         assert (member.judged, member.unreachable) == (Judgement.OK, 0)
-        assert not overseer._busy  # it is not asked yet
+        assert not monitor._tasks  # it is not asked yet
         gateway.update([reading(1, "http://127.0.0.1:1")], GRANTS)
         member.unreachable = 10
-        overseer.look()
+        monitor.check()
         assert member.judged is Judgement.GONE
-        await asyncio.gather(*overseer._busy.values())
-        for one in overseer._clients.values():
+        await asyncio.gather(*monitor._tasks.values())
+        for one in monitor._clients.values():
             await one.close()
 
 
@@ -599,14 +599,14 @@ async def test_a_member_is_slow_by_many_times_between_tokens_and_not_by_one_seco
     async with gateway_to("http://127.0.0.1:1", "http://127.0.0.1:2", "http://127.0.0.1:3") as gateway:
         said: list[str] = []
         gateway.say = said.append
-        overseer, slow = Overseer(gateway), gateway.members[0]
+        monitor, slow = HealthMonitor(gateway), gateway.members[0]
 
         def look(at_s: float, gaps: int, each_s: float, rest: bytes = b"") -> None:
             for member in gateway.members:
                 own = each_s if member is slow else 0.05
-                take_reading(member, parse(paced(at_s, gaps, own) + rest, at_s))
+                update_from_metrics(member, parse(paced(at_s, gaps, own) + rest, at_s))
             for member in gateway.members:
-                overseer._judge(member)
+                monitor._judge(member)
 
         for second in range(5):  # one token a second, each after somebody else's prefill
             rest = b"vllm:num_requests_running 1\nvllm:generation_tokens_total %d\n" % second
@@ -630,20 +630,20 @@ async def test_a_prompt_that_is_still_being_computed_says_nothing_about_the_size
         user = gateway.keys.all()[0]
         missed = b'{"usage":{"prompt_tokens":750,"completion_tokens":4,"prompt_tokens_details":{"cached_tokens":0}}}'
 
-        def answer(passage: ForwardedRequest) -> None:
-            passage.answers(member, 200, [])
-            passage.moves(0.0, [missed])
-            passage.leaves(member)
-            passage.ends(200, whole=True)
+        def answer(request: ForwardedRequest) -> None:
+            request.answer_began(member, [])
+            request.answer_advanced(0.0, [missed])
+            request.leave(member)
+            request.finish(200, whole=True)
 
-        both = [ForwardedRequest(gateway, pool, user, prompt) for _ in range(2)]
-        for passage in both:
-            assert passage.choose(0.0) is member
-        for passage in both:
-            answer(passage)
+        both = [ForwardedRequest(pool, user, prompt) for _ in range(2)]
+        for request in both:
+            assert request.choose(0.0) is member
+        for request in both:
+            answer(request)
         assert member.holdings.capacity_tokens == 20_000.0
         member.holdings.clock += 10_000
-        late = ForwardedRequest(gateway, pool, user, prompt)
+        late = ForwardedRequest(pool, user, prompt)
         assert late.choose(0.0) is member
         answer(late)
         assert member.holdings.capacity_tokens < 20_000.0  # nobody was computing it then
@@ -655,7 +655,7 @@ async def test_requests_of_others_take_seats_too(tmp_path: Path) -> None:
         member = gateway.members[0]
         page = b"vllm:num_requests_running 3\nvllm:num_requests_waiting 0\n"
         for at in (0.0, 1.0):
-            take_reading(member, parse(page, at))
+            update_from_metrics(member, parse(page, at))
         assert member.outside == 3
         assert member.has_seats(1)
         assert not member.has_seats(2)

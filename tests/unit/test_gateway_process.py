@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
+from corral.base.errors import UnreachableError
 from corral.base.files import make_private_dir, write_atomic
-from corral.base.processes import own_identity
+from corral.base.processes import Identity, own_identity
 from corral.base.record import dump_json, load_json
 from corral.client.client import Client
 from corral.client.endpoint import Endpoint
@@ -34,9 +35,9 @@ from corral.serve.fleet.record import (
     read_loads,
     write_fleet,
 )
-from corral.serve.gateway.client_keys import add_key
-from corral.serve.gateway.run import choose_place
-from corral.serve.gateway.watching import GatewayWatcher, open_source
+from corral.serve.gateway.keys import add_key
+from corral.serve.gateway.process import gateway_process
+from corral.serve.gateway.watcher import Watcher, open_source
 from tests.unit.conftest import Corral
 
 
@@ -105,14 +106,14 @@ def fleet(monkeypatch: pytest.MonkeyPatch, clean_home: Path) -> Iterator[tuple[F
             )  # fmt: skip
 
         monkeypatch.setattr(deployments, "status", status)
-        monkeypatch.setattr("corral.serve.gateway.watching.ensure_tunnel", lambda _: None)
+        monkeypatch.setattr("corral.serve.gateway.watcher.needs_tunnel", lambda _: False)
         yield folder, states
 
 
 def test_what_a_gateway_sees_of_a_fleet(fleet: tuple[FleetFolder, dict[str, Any]]) -> None:
     folder, states = fleet
-    watcher = GatewayWatcher([open_source("f")], lambda _: None)
-    found = watcher.look()
+    watcher = Watcher([open_source("f")], lambda _: None)
+    found = watcher.read()
     assert [(one.name, one.state, one.key, one.model, one.source) for one in found.readings] == [
         ("f-1", State.READY, "the-key-of-f-1", "fake", "f"),
         ("f-2", State.READY, "the-key-of-f-2", "fake", "f"),
@@ -124,24 +125,99 @@ def test_what_a_gateway_sees_of_a_fleet(fleet: tuple[FleetFolder, dict[str, Any]
         folder, Fleet("f", "fake", 1, 4, 2, time.time(), (FleetMember("f-1", leaving=True), FleetMember("f-2")))
     )
     add_key("alice", tpm=7)
-    found = watcher.look()
+    found = watcher.read()
     assert [(one.state, one.leaving) for one in found.readings] == [(State.READY, True), (State.FAILED, False)]
     assert [(one.name, one.tpm) for one in found.grants] == [("f", None), ("alice", 7)]
+
+
+class Tunnels:
+    """Tunnels that are opened and held without ssh."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.opened: list[str] = []
+        self.held: set[str] = set()
+        self.refused: set[str] = set()
+        for name in ("needs_tunnel", "tunnel_holder", "ensure_tunnel"):
+            monkeypatch.setattr(f"corral.serve.gateway.watcher.{name}", getattr(self, name))
+
+    def needs_tunnel(self, folder: DeploymentFolder) -> bool:
+        return True
+
+    def tunnel_holder(self, folder: DeploymentFolder) -> Identity | None:
+        return own_identity() if folder.name in self.held else None
+
+    def ensure_tunnel(self, folder: DeploymentFolder) -> None:
+        self.opened.append(folder.name)
+        if folder.name in self.refused:
+            raise UnreachableError("ssh said nothing", "")
+        self.held.add(folder.name)
 
 
 def test_another_deployment_of_the_same_name_gets_a_tunnel_of_its_own(
     fleet: tuple[FleetFolder, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened: list[str] = []
-    monkeypatch.setattr("corral.serve.gateway.watching.ensure_tunnel", lambda folder: opened.append(folder.name))
-    watcher = GatewayWatcher([open_source("f")], lambda _: None)
+    """`down` closes the tunnel; the `up --no-wait` after it opens none."""
+    tunnels = Tunnels(monkeypatch)
+    watcher = Watcher([open_source("f")], lambda _: None)
     for _ in range(2):
-        watcher.look()
-    assert opened == ["f-1", "f-2"]
+        watcher.read()
+    assert tunnels.opened == ["f-1", "f-2"]
+    tunnels.held.remove("f-2")
     record = DeploymentFolder.of("f-2").record
     write_atomic(record, record.read_text())
-    watcher.look()
-    assert opened == ["f-1", "f-2", "f-2"]
+    assert watcher.read().readings[1].state is State.READY
+    assert tunnels.opened == ["f-1", "f-2", "f-2"]
+
+
+def test_a_tunnel_whose_holder_was_killed_is_opened_again(
+    fleet: tuple[FleetFolder, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tunnels = Tunnels(monkeypatch)
+    watcher = Watcher([open_source("f")], lambda _: None)
+    watcher.read()
+    tunnels.held.remove("f-1")
+    tunnels.refused.add("f-1")
+    for _ in range(2):
+        assert len(watcher.read().readings) == 2  # one that cannot be opened hides no other member
+    tunnels.refused.clear()
+    for _ in range(2):
+        watcher.read()
+    assert tunnels.opened == ["f-1", "f-2", "f-1", "f-1", "f-1"]
+    assert tunnels.held == {"f-1", "f-2"}
+
+
+def test_a_server_that_needs_no_tunnel_is_asked_about_it_once(
+    fleet: tuple[FleetFolder, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def needs_tunnel(folder: DeploymentFolder) -> bool:
+        asked.append(folder.name)
+        return False
+
+    monkeypatch.setattr("corral.serve.gateway.watcher.needs_tunnel", needs_tunnel)
+    watcher = Watcher([open_source("f")], lambda _: None)
+    for _ in range(3):
+        watcher.read()
+    assert asked == ["f-1", "f-2"]
+
+
+def test_a_source_that_cannot_be_read_for_a_moment_keeps_its_servers_and_its_key(
+    fleet: tuple[FleetFolder, dict[str, Any]],
+) -> None:
+    folder, _ = fleet
+    watcher = Watcher([open_source("f")], lambda _: None)
+    before = watcher.read()
+    text = folder.record.read_text()
+    folder.record.unlink()
+    assert watcher.read() == before
+    write_atomic(folder.record, text)
+    member = DeploymentFolder.of("f-1").record
+    member.unlink()  # it is being replaced: it keeps the address that it had
+    now = watcher.read()
+    assert [one.state for one in now.readings] == [State.UNKNOWN, State.READY]
+    assert [one.url for one in now.readings] == [one.url for one in before.readings]
+    assert now.grants == before.grants
 
 
 def test_a_gateway_comes_back_where_it_was_and_a_second_one_goes_elsewhere(
@@ -149,14 +225,14 @@ def test_a_gateway_comes_back_where_it_was_and_a_second_one_goes_elsewhere(
 ) -> None:
     folder, _ = fleet
     sources = [open_source("f")]
-    first = choose_place(sources, "127.0.0.1", None)
+    first = gateway_process(sources, "127.0.0.1", None, "prefix")
     make_private_dir(folder.gateways)
     write_atomic(folder.gateway(first.id), dump_json(GatewayAddress("127.0.0.1", first.port, own_identity())))
     assert list(held_gateways(folder)) == [first.id]
-    assert choose_place(sources, "127.0.0.1", None).id != first.id
+    assert gateway_process(sources, "127.0.0.1", None, "prefix").id != first.id
     write_atomic(folder.gateway(first.id), dump_json(GatewayAddress("127.0.0.1", first.port)))  # it has ended
-    assert choose_place(sources, "127.0.0.1", None) == first
-    assert choose_place(sources, "127.0.0.1", 45_678).port == 45_678
+    assert gateway_process(sources, "127.0.0.1", None, "prefix") == first
+    assert gateway_process(sources, "127.0.0.1", 45_678, "prefix").port == 45_678
 
 
 def test_a_fleet_behind_a_gateway_process(answering: Corral) -> None:

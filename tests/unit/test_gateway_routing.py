@@ -14,12 +14,20 @@ from hypothesis import strategies as st
 from corral.base.errors import UsageError
 from corral.serve.fleet.record import Judgement
 from corral.serve.gateway import policies
-from corral.serve.gateway.asks import BadAskError, RoutedPrompt, TokenScale, read_prompt
-from corral.serve.gateway.fair_queue import FairQueue
-from corral.serve.gateway.judging import FIRST_STALL_S, LEAST_STALL_S, MemberProgress, judge, relative_speed
+from corral.serve.gateway.member import FIRST_STALL_S, LEAST_STALL_S, MemberProgress, judge, relative_speed
 from corral.serve.gateway.policies import POLICIES, make_policy
-from corral.serve.gateway.prefixes import POSITIONS, Holdings, SharedBeginnings, block_hashes
-from corral.serve.gateway.usage import find_usage
+from corral.serve.gateway.prompt import (
+    POSITIONS,
+    BadBodyError,
+    Holdings,
+    RoutedPrompt,
+    SharedBeginnings,
+    TokenScale,
+    block_hashes,
+    find_usage,
+    read_prompt,
+)
+from corral.serve.gateway.queue import FairQueue
 
 
 @dataclass
@@ -82,7 +90,7 @@ def test_chats_texts_and_lists_of_texts_are_understood() -> None:
     assert ask(max_tokens="many").output_tokens == TokenScale().output_tokens
     assert read_prompt(b'{"model": 5}', scaled).model is None
     for bad in (b"", b"[1]", b'{"model"', b'"text"', b"\xff\xfe"):
-        with pytest.raises(BadAskError):
+        with pytest.raises(BadBodyError):
             read_prompt(bad, scaled)
 
 

@@ -15,9 +15,8 @@ from typing import Any
 
 import pytest
 
-from corral.serve.gateway.asks import RoutedPrompt, TokenScale, read_prompt
 from corral.serve.gateway.policies import OUTPUT_WEIGHT, POLICIES, make_policy
-from corral.serve.gateway.prefixes import Holdings
+from corral.serve.gateway.prompt import Holdings, RoutedPrompt, TokenScale, read_prompt
 
 SERVERS, SEATS, PREFILL, STEP_S, TOKENS, PREFIX = 16, 8, 2000.0, 0.05, 16, 600
 WARM = 2500

@@ -22,7 +22,7 @@ ROOMS = ["cli", "console", "lab", "use", "serve", "deploy", "plan", "engines", "
 PARTS: dict[str, list[list[str]]] = {
     "lab": [["tune", "simulate"], ["report"], ["bench"]],
     "use": [["llm"], ["score"], ["batch"]],
-    "serve": [["gateway"], ["proxy"], ["fleet"]],
+    "serve": [["gateway", "resolve"], ["fleet"], ["."]],
     "deploy": [["lifecycle", "profile"], ["targets"], ["launch"], ["slurm", "transfer", "doctor"], ["deployment"]],
     "plan": [["."], ["models", "hardware"]],
     "engines": [["runtimes"], ["."]],

@@ -1,4 +1,7 @@
-"""The proxy in front of fake servers that drain, die and come; a request that could be answered is answered."""
+"""A gateway with one source, as `corral proxy` runs it, in front of fake servers that drain, die and come.
+
+A request that could be answered is answered.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +27,12 @@ from corral.fake.app import FakeOptions
 from corral.fake.pace import Pace
 from corral.fake.server import FakeServer
 from corral.node import guard
-from corral.serve.proxy.host import ProxyLimits
-from corral.serve.proxy.members import MemberReading
-from corral.serve.proxy.server import Proxy
+from corral.serve.gateway.gateway import Gateway
+from corral.serve.gateway.keys import digest_of
+from corral.serve.gateway.member import Member, MemberReading
+from corral.serve.gateway.policies import NEWEST
+from corral.serve.gateway.relay import GatewayLimits
+from corral.serve.gateway.usage import KeyGrant
 
 ENGINE = Path(__file__).parent.parent / "streaming_engine.py"
 KEY = "a-key-of-sufficient-length"
@@ -42,19 +48,38 @@ def in_loop(work: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]
     return test
 
 
+class Proxy(Gateway):
+    """A gateway whose members and clients have no keys, unless a test says otherwise."""
+
+    def __init__(self, limits: GatewayLimits) -> None:
+        super().__init__(NEWEST, limits, title="corral proxy")
+        self.grants = [KeyGrant("m", digest_of(b""))]
+
+    def see(self, readings: list[MemberReading]) -> None:
+        self.update(readings, self.grants)
+
+    def member(self, name: str) -> Member:
+        return next(one for one in self.members if one.name == name)
+
+
 @contextlib.asynccontextmanager
-async def proxy_to(*urls: str, **limits: Any) -> AsyncIterator[Proxy]:
-    proxy = Proxy(ProxyLimits(**limits))
+async def proxy_to(*urls: str, key: str = "", **limits: Any) -> AsyncIterator[Proxy]:
+    proxy = Proxy(GatewayLimits(**limits))
+    proxy.grants = [KeyGrant("m", digest_of(key.encode()))]
     await proxy.listen("127.0.0.1", 0)
-    proxy.members.update(ready(*urls))
+    proxy.see(ready(*urls, key=key))
     try:
         yield proxy
     finally:
         await proxy.close()
 
 
-def ready(*urls: str) -> list[MemberReading]:
-    return [MemberReading(f"m{number}", READY, url) for number, url in enumerate(urls)]
+def seen(name: str, state: State, url: str = "", text: str = "", key: str = "") -> MemberReading:
+    return MemberReading(name, state, url, text, model="fake", source="m", key=key)
+
+
+def ready(*urls: str, key: str = "") -> list[MemberReading]:
+    return [seen(f"m{number}", READY, url, key=key) for number, url in enumerate(urls)]
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -156,19 +181,19 @@ async def test_moves_to_a_successor_that_is_ready_before_the_end() -> None:
         async with proxy_to(a.url) as proxy:
             load = Load(proxy, 16)
             await load.more(40)
-            proxy.members.update([MemberReading("m0", READY, a.url), MemberReading("m1", LOADING)])
-            proxy.members.update(ready(a.url, b.url))
+            proxy.see([seen("m0", READY, a.url), seen("m1", LOADING)])
+            proxy.see(ready(a.url, b.url))
             await load.more(40)
-            proxy.members.update([MemberReading("m0", DRAINING, a.url), MemberReading("m1", READY, b.url)])
-            await until(lambda: not next(one for one in proxy.members.all if one.name == "m0").active)
+            proxy.see([seen("m0", DRAINING, a.url), seen("m1", READY, b.url)])
+            await until(lambda: not proxy.member("m0").active)
             await stop(a)
-            proxy.members.update([MemberReading("m0", STOPPED), MemberReading("m1", READY, b.url)])
+            proxy.see([seen("m0", STOPPED), seen("m1", READY, b.url)])
             await load.more(40)
             await load.end()
     assert not load.failures
     assert proxy.figures.failed == 0
     assert proxy.figures.requests == len(load.replies) == proxy.figures.answered
-    assert proxy.members.switch_overs == 1
+    assert proxy.figures.switch_overs == 1
     assert proxy.figures.held == 0
 
 
@@ -178,11 +203,11 @@ async def test_moves_to_a_successor_that_is_ready_only_after_the_end() -> None:
         async with proxy_to(a.url) as proxy:
             load = Load(proxy, 16)
             await load.more(40)
-            proxy.members.update([MemberReading("m0", DRAINING, a.url)])
+            proxy.see([seen("m0", DRAINING, a.url)])
             await until(lambda: proxy.figures.held >= 16)
             await stop(a)
-            proxy.members.update([MemberReading("m0", STOPPED), MemberReading("m1", LOADING)])
-            proxy.members.update([MemberReading("m0", STOPPED), MemberReading("m1", READY, b.url)])
+            proxy.see([seen("m0", STOPPED), seen("m1", LOADING)])
+            proxy.see([seen("m0", STOPPED), seen("m1", READY, b.url)])
             await load.more(40)
             await load.end()
     assert not load.failures
@@ -200,7 +225,7 @@ async def test_a_server_that_drops_requests_before_the_first_byte_costs_nobody_a
             await load.more(20)
             a.set_faults("reset:when=before")
             await load.more(40)
-            await until(lambda: proxy.members.all[1].down_until_s > 0)
+            await until(lambda: proxy.member("m1").down_until_s > 0)
             a.set_faults()
             await load.more(100)
             await load.end()
@@ -225,21 +250,21 @@ async def test_a_refused_connection_is_tried_elsewhere_and_an_ended_server_is_gi
             Client(Endpoint(proxy.url, "fake")) as client,
         ):
             waiting = asyncio.ensure_future(client.request(CHAT, chat(1)))
-            await until(lambda: bool(proxy.members.all[1].active))
-            proxy.members.update([MemberReading("m0", READY, b.url), MemberReading("m1", STOPPED)])
-            for relay in list(proxy.members.all[1].active):
+            await until(lambda: bool(proxy.member("m1").active))
+            proxy.see([seen("m0", READY, b.url), seen("m1", STOPPED)])
+            for relay in list(proxy.member("m1").active):
                 relay.give_up(time.monotonic() + 1)  # what the sweep does after some seconds
             assert (await waiting).text
 
 
 @in_loop
 async def test_a_draining_servers_503_goes_to_another_and_any_other_503_to_the_client() -> None:
-    seen: list[bytes] = []
+    heads: list[bytes] = []
 
     async def draining(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while True:
             head, body = await read_request(reader)
-            seen.append(head + body)
+            heads.append(head + body)
             writer.write(
                 b"HTTP/1.1 503 Service Unavailable\r\nx-corral-state: draining\r\ncontent-length: 2\r\n\r\n{}"
             )
@@ -251,8 +276,8 @@ async def test_a_draining_servers_503_goes_to_another_and_any_other_503_to_the_c
                 answer = await exchange(proxy.url, post(body, path=b"/v1/chat/completions"))
                 assert answer.startswith(b"HTTP/1.1 200 OK")
                 assert answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
-            assert len(seen) == 1  # said once, believed for good
-            assert seen[0].endswith(body)
+            assert len(heads) == 1  # said once, believed for good
+            assert heads[0].endswith(body)
         b.set_faults("status:code=503,message=overloaded")
         async with proxy_to(b.url) as proxy:
             answer = await exchange(proxy.url, post(body, path=b"/v1/chat/completions"))
@@ -270,15 +295,15 @@ def test_the_real_guard_of_a_draining_server_costs_nobody_an_answer(tmp_path: Pa
     key.chmod(0o600)
 
     async def drained(urls: list[str]) -> tuple[int, int]:
-        async with proxy_to(*urls) as proxy:
+        async with proxy_to(*urls, key=KEY) as proxy:
             load = Load(proxy, 8, key)
             await load.more(30)
             drain.touch()
-            await until(lambda: proxy.members.all[1].declined)
+            await until(lambda: proxy.member("m1").declined)
             await load.more(30)
             await load.end()
             assert not load.failures
-            assert (proxy.members.current or proxy.members.all[1]).name == "m0"
+            assert (proxy.current or proxy.member("m1")).name == "m0"
             return proxy.figures.failed, proxy.figures.retried
 
     with contextlib.ExitStack() as stack:
@@ -302,7 +327,7 @@ def test_the_real_guard_of_a_draining_server_costs_nobody_an_answer(tmp_path: Pa
 @in_loop
 async def test_held_requests_get_one_clear_error_when_nobody_comes() -> None:
     async with proxy_to(hold_s=0.05) as proxy:
-        proxy.members.update([MemberReading("m0", LOADING)])
+        proxy.see([seen("m0", LOADING)])
         answer = await exchange(proxy.url, post(b"{}"))
         head, _, body = answer.partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 503")
@@ -312,22 +337,22 @@ async def test_held_requests_get_one_clear_error_when_nobody_comes() -> None:
         assert "no server was ready within 0.05 s: m0 is loading" in error["message"]
         health = await exchange(proxy.url, b"GET /health HTTP/1.1\r\nconnection: close\r\n\r\n")
         assert health.startswith(b"HTTP/1.1 503")
-        assert proxy.figures.failed == 2
+        assert (proxy.figures.failed, proxy.figures.refused) == (1, 1)
         assert proxy.held_bytes == 0
 
 
 @in_loop
 async def test_when_all_have_failed_the_answer_is_the_diagnosis_at_once() -> None:
     async with proxy_to(hold_s=10_000) as proxy:
-        proxy.members.update([MemberReading("m0", LOADING)])
+        proxy.see([seen("m0", LOADING)])
         held = asyncio.create_task(exchange(proxy.url, post(b"{}")))
         while not proxy.figures.held:
             await asyncio.sleep(0.01)
         text = "out of memory: 3 GiB are missing"
-        proxy.members.update([MemberReading("m0", State.FAILED, text=text), MemberReading("m1", State.STOPPED)])
+        proxy.see([seen("m0", State.FAILED, text=text), seen("m1", State.STOPPED)])
         await asyncio.sleep(0.05)
         assert not held.done()  # somebody stopped it, and may start it again
-        proxy.members.update([MemberReading("m0", State.FAILED, text=text)])
+        proxy.see([seen("m0", State.FAILED, text=text)])
         for answer in (await held, await exchange(proxy.url, post(b"{}"))):
             assert answer.startswith(b"HTTP/1.1 503")
             assert text.encode() in answer
@@ -391,7 +416,7 @@ async def test_a_client_that_leaves_is_seen_by_the_server() -> None:
         await until(lambda: proxy.figures.left == 1)
         assert proxy.figures.running == 0
         assert proxy.figures.failed == 0
-        proxy.members.update([MemberReading("m0", LOADING)])
+        proxy.see([seen("m0", LOADING)])
         _, writer = await asyncio.open_connection("127.0.0.1", int(proxy.url.rpartition(":")[2]))
         writer.write(post(b"{}"))  # leaves while it is held
         await until(lambda: proxy.figures.held == 1)
@@ -434,31 +459,35 @@ async def test_events_are_passed_on_as_they_come_and_kept_connections_are_used_a
 
 @in_loop
 async def test_what_is_sent_on_is_the_request_without_what_was_for_the_proxy() -> None:
-    seen: list[bytes] = []
+    heads: list[bytes] = []
 
     async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while True:
             head, body = await read_request(reader)
-            seen.append(head)
+            heads.append(head)
             writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
 
     async with upstream(echo) as url, proxy_to(url) as proxy:
+        proxy.grants = [KeyGrant("client", digest_of(b"secret"))]
+        proxy.see(ready(url, key="member-key"))
         large = bytes(range(256)) * 80_000  # 20 MB
-        own = b"authorization: Bearer secret\r\nconnection: close, x-mine\r\nx-mine: 1\r\nte: trailers\r\n"
-        answer = await exchange(proxy.url, post(large, own + b"expect: 100-continue\r\n"))
+        own = b"authorization: Bearer secret\r\ncontent-type: application/octet-stream\r\n"
+        hop = b"connection: close, x-mine\r\nx-mine: 1\r\nte: trailers\r\n"
+        answer = await exchange(proxy.url, post(large, own + hop + b"expect: 100-continue\r\n"))
         assert answer.endswith(large)
-        low = seen[0].lower()
-        assert b"authorization: bearer secret\r\n" in low
+        low = heads[0].lower()
+        assert b"authorization: bearer member-key\r\n" in low
+        assert b"secret" not in low  # the client's key goes no further
         assert b"host: " + url.removeprefix("http://").encode() in low
         assert not [word for word in (b"x-mine", b"te:", b"expect", b"connection") if word in low]
-        chunked = b"POST / HTTP/1.1\r\nhost: x\r\nconnection: close\r\ntransfer-encoding: chunked\r\n\r\n"
+        chunked = b"POST / HTTP/1.1\r\nhost: x\r\n%bconnection: close\r\ntransfer-encoding: chunked\r\n\r\n" % own
         answer = await exchange(proxy.url, chunked + b"3;x=y\r\nabc\r\n2\r\nde\r\n0\r\nt: u\r\n\r\n")
         assert answer.endswith(b"\r\n\r\nabcde")
-        assert b"content-length: 5" in seen[1].lower()
-        two = post(b"first", b"") + post(b"second")  # sent at once
+        assert b"content-length: 5" in heads[1].lower()
+        two = post(b"first", own) + post(b"second", own + b"connection: close\r\n")  # sent at once
         answer = await exchange(proxy.url, two)
         assert answer.index(b"first") < answer.index(b"second")
-        assert b"secret" not in json.dumps(proxy.status()).encode()
+        assert not [word for word in ("secret", "member-key") if word in json.dumps(proxy.status())]
 
 
 @in_loop
@@ -517,7 +546,7 @@ async def test_two_thousand_requests() -> None:
             assert page.json()["current"] == "m1"
 
 
-def test_the_servers_refusal_of_a_key_is_passed_on(tmp_path: Path) -> None:
+def test_a_wrong_key_is_refused_and_so_is_one_that_the_server_refuses(tmp_path: Path) -> None:
     key, wrong = tmp_path / "key", tmp_path / "wrong"
     key.write_text(KEY)
     wrong.write_text("another-key-of-length")
@@ -525,14 +554,19 @@ def test_the_servers_refusal_of_a_key_is_passed_on(tmp_path: Path) -> None:
         path.chmod(0o600)
 
     async def ask() -> None:
-        async with proxy_to(server.url) as proxy:
+        async with proxy_to(server.url, key=KEY) as proxy:
             async with Client(Endpoint(proxy.url, "fake", str(wrong))) as client:
                 with pytest.raises(KeyRefusedError):
                     await client.request(CHAT, chat(1))
             async with Client(Endpoint(proxy.url, "fake", str(key))) as client:
                 assert (await client.request(CHAT, chat(1))).text
-            assert proxy.figures.failed == 0
-            assert proxy.figures.refused == 1
+                assert proxy.figures.failed == 0
+                assert proxy.figures.refused == 1
+                proxy.see(ready(server.url, key="no-longer-the-servers-key"))
+                with pytest.raises(KeyRefusedError):
+                    await client.request(CHAT, chat(1))
+                assert proxy.figures.failed == 0
+                assert proxy.figures.refused == 2
 
     with FakeServer(FakeOptions(key_file=key)) as server:
         run(ask())
@@ -546,24 +580,25 @@ async def test_clients_that_send_too_slowly_or_too_much_are_ended() -> None:
         for start in (b"POST / HTTP/1.1\r\nx: ", b"POST / HTTP/1.1\r\ncontent-length: 9\r\n\r\nabc"):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(start)
-            await until(lambda: any(front._reader.receiving for front in proxy.fronts))
-            for front in list(proxy.fronts):
-                front.sweep(front._since_s + 31)
+            await until(lambda: any(connection._reader.receiving for connection in proxy.connections))
+            for connection in list(proxy.connections):
+                connection.sweep(connection._since_s + 31)
             assert (await reader.read(-1)).startswith(b"HTTP/1.1 408")
             writer.close()
-            await until(lambda: len(proxy.fronts) <= 1)
-        for front in list(proxy.fronts):
-            front.sweep(front._since_s + 301)  # idle
-        await until(lambda: not proxy.fronts)
+            await until(lambda: len(proxy.connections) <= 1)
+        for connection in list(proxy.connections):
+            connection.sweep(connection._since_s + 301)  # idle
+        await until(lambda: not proxy.connections)
         idle.close()
         assert (await exchange(proxy.url, post(bytes(2000)))).startswith(b"HTTP/1.1 413")
         chunked = b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n7d0\r\n" + bytes(2000)
         assert (await exchange(proxy.url, chunked)).startswith(b"HTTP/1.1 413")
         assert (await exchange(proxy.url, b"GET /" + b"a" * 70_000)).startswith(b"HTTP/1.1 431")
-        await until(lambda: not proxy.fronts)
+        await until(lambda: not proxy.connections)
+        proxy.see([seen("m0", LOADING)])
         held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
         for _, writer in held:
-            writer.write(post(bytes(700), b""))
+            writer.write(post(b"{%b}" % (b" " * 698), b""))
         await until(lambda: proxy.figures.held == 2)
         assert b"too many connections" in await exchange(proxy.url, b"")
         assert proxy.held_bytes == 1400

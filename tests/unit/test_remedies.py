@@ -58,7 +58,7 @@ SHOWN_BY: dict[str, tuple[str, ...]] = {
     "use/llm/conversation.py": ("chat",),
     "plan/models/store.py": ("up",),
     "plan/settings.py": ("plan", *STARTS),
-    "serve/proxy/run.py": ("proxy",),
+    "serve/gateway/process.py": ("proxy",),
     "engines/runtimes/container.py": (*STARTS, "doctor"),
     "use/score/job.py": ("score",),
     "use/score/score.py": ("score",),

@@ -28,21 +28,29 @@ from corral.serve.fleet import keeper
 from corral.serve.fleet.chain import (
     ADOPTED,
     OldChain,
-    all_standings,
     close_chain,
     first_of,
     members,
     open_chain,
     read_chain,
+    read_members,
     refuse_held_name,
     successor_name,
 )
 from corral.serve.fleet.keeper import Keeper, keep
 from corral.serve.fleet.pace import Pacer
-from corral.serve.fleet.record import Fleet, FleetFolder, FleetMember, fleet_lock, read_fleet, write_fleet
+from corral.serve.fleet.record import (
+    Fleet,
+    FleetFolder,
+    FleetMember,
+    GatewayAddress,
+    fleet_lock,
+    read_fleet,
+    write_fleet,
+)
 from corral.serve.fleet.start import create_chain, load_request
 from corral.serve.fleet.steps import MemberFacts, next_steps
-from corral.serve.proxy.run import ProxyAddress, port_of
+from corral.serve.gateway.process import proxy_process
 from tests.chains import write_chain, write_old_chain
 from tests.unit.conftest import Corral, Shellcheck
 
@@ -313,7 +321,7 @@ def test_a_chain_ends_at_its_last_job(first: DeploymentFolder, monkeypatch: pyte
     assert not read_fleet(chain_at(first)).closed
     monkeypatch.setattr(deployments, "status", lambda one: status_of(one, State.STOPPED, Reason.WALLTIME))
     assert keep(chain_at(first), quiet) == "it's kept~4 was the last of 4"
-    assert [one.state for one in all_standings(first)] == [State.STOPPED] * 4
+    assert [one.state for one in read_members(first)] == [State.STOPPED] * 4
 
 
 def test_a_silent_controller_is_waited_for_and_a_refusal_ends_the_chain(
@@ -475,14 +483,14 @@ def test_renew_needs_a_time_limit(corral: Corral) -> None:
 
 
 def test_the_proxys_port_stays(first: DeploymentFolder) -> None:
-    port = port_of(first, "127.0.0.1", None)
-    assert port == port_of(first, "127.0.0.1", None)
-    write_atomic(first.proxy, dump_json(ProxyAddress("127.0.0.1", 18999)))
-    assert port_of(first, "127.0.0.1", None) == 18999
-    assert port_of(first, "127.0.0.1", 7777) == 7777
-    write_atomic(first.proxy, dump_json(ProxyAddress("127.0.0.1", 18999, own_identity())))
+    port = proxy_process(first, "127.0.0.1", None).port
+    assert port == proxy_process(first, "127.0.0.1", None).port
+    write_atomic(first.proxy, dump_json(GatewayAddress("127.0.0.1", 18999)))
+    assert proxy_process(first, "127.0.0.1", None).port == 18999
+    assert proxy_process(first, "127.0.0.1", 7777).port == 7777
+    write_atomic(first.proxy, dump_json(GatewayAddress("127.0.0.1", 18999, own_identity())))
     with pytest.raises(ConflictError, match="is already running"):
-        port_of(first, "127.0.0.1", None)
+        proxy_process(first, "127.0.0.1", None)
 
 
 def test_the_proxy_as_a_command(corral: Corral) -> None:
@@ -492,7 +500,7 @@ def test_the_proxy_as_a_command(corral: Corral) -> None:
         assert proxy.stderr is not None
         url = proxy.stderr.readline().split()[0]
         assert proxy.stderr.readline() == f"export OPENAI_BASE_URL={url} OPENAI_API_KEY=$(cat {folder.key})\n"
-        assert load_json(ProxyAddress, folder.proxy).holder is not None
+        assert load_json(GatewayAddress, folder.proxy).holder is not None
         again = corral("proxy", "here")
         assert again.code == 4
         assert url.removesuffix("/v1") in again.err
@@ -509,5 +517,5 @@ def test_the_proxy_as_a_command(corral: Corral) -> None:
         out, _ = proxy.communicate(timeout=120)
     assert proxy.returncode == 0
     assert '"failed": 0' in out
-    assert load_json(ProxyAddress, folder.proxy).holder is None
+    assert load_json(GatewayAddress, folder.proxy).holder is None
     assert folder.key.read_text().strip() not in out

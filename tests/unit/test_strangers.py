@@ -22,8 +22,10 @@ from corral.deploy.deployment.state import State
 from corral.deploy.lifecycle.tunnel import NearEnd
 from corral.node.agent.probe import Server
 from corral.node.tcp_table import TcpSocket, stays_here, tcp_sockets, users_at_other_end
-from corral.serve.proxy.members import MemberReading
-from corral.serve.proxy.server import Proxy
+from corral.serve.gateway.gateway import Gateway
+from corral.serve.gateway.keys import digest_of
+from corral.serve.gateway.member import MemberReading
+from corral.serve.gateway.usage import KeyGrant
 from corral.use.batch.core.lanes import Verdict, judge
 from tests.testbed import NOT_ROOT
 from tests.until import free_port, until
@@ -112,16 +114,17 @@ def test_a_server_without_a_key_is_asked_whoever_runs_it() -> None:
 
 
 @other_user
-def test_the_proxy_passes_no_key_to_another_user() -> None:
+def test_a_gateway_sends_no_key_to_another_user() -> None:
     async def ask(port: int) -> bytes:
-        proxy = Proxy()
-        await proxy.listen("127.0.0.1", 0)
-        proxy.members.update([MemberReading("one", State.READY, f"http://127.0.0.1:{port}")])
-        reader, writer = await asyncio.open_connection("127.0.0.1", int(proxy.url.rpartition(":")[2]))
-        writer.write(b"GET /v1/models HTTP/1.1\r\nhost: x\r\nauthorization: Bearer sk-secret\r\n\r\n")
+        gateway = Gateway()
+        await gateway.listen("127.0.0.1", 0)
+        member = MemberReading("one", State.READY, f"http://127.0.0.1:{port}", model="m", key="sk-secret")
+        gateway.update([member], [KeyGrant("client", digest_of(b"sk-client-secret"))])
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(gateway.url.rpartition(":")[2]))
+        writer.write(b"GET /v1/anything HTTP/1.1\r\nhost: x\r\nauthorization: Bearer sk-client-secret\r\n\r\n")
         answer = await reader.readuntil(b"}}")
         writer.close()
-        await proxy.close()
+        await gateway.close()
         return answer
 
     port = free_port()

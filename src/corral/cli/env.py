@@ -12,7 +12,7 @@ from corral.deploy.lifecycle.deployments import status
 from corral.lab.report.screen import print_json
 from corral.serve.fleet.chain import choose_folder, newest_ready
 from corral.serve.fleet.status import chosen_fleet
-from corral.serve.proxy.run import held_proxy
+from corral.serve.gateway.process import held_proxy
 from corral.serve.resolve import fleet_endpoint
 
 

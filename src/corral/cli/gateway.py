@@ -10,12 +10,12 @@ import click
 from corral.base.errors import UsageError
 from corral.cli.help_pages import DefaultVerbGroup, WholeGroup
 from corral.lab.report.screen import print_json, print_table, since
-from corral.serve.gateway.client_keys import add_key, read_keys, remove_key
-from corral.serve.gateway.counting import KeyUse, used_by_keys
+from corral.serve.gateway.keys import add_key, read_keys, remove_key
+from corral.serve.gateway.pages import summary
 from corral.serve.gateway.policies import POLICIES
-from corral.serve.gateway.run import choose_place, run_gateway
-from corral.serve.gateway.watching import Source, open_source
-from corral.serve.proxy.figures import summary
+from corral.serve.gateway.process import GatewayProcess, gateway_process, run_gateway
+from corral.serve.gateway.usage import KeyUse, used_by_keys
+from corral.serve.gateway.watcher import Source, open_source
 
 HELP = {"help_option_names": ["-h", "--help"]}
 
@@ -46,15 +46,19 @@ def serve(names: tuple[str, ...], port: int | None, bind: str, route: str | None
         twice = next(name for name in names if names.count(name) > 1)
         raise UsageError(f"{twice!r} was given twice.", "Give each fleet or deployment once.")
     sources = [open_source(name) for name in names]
-    place = choose_place(sources, bind, port)
+    serve_until_signal(gateway_process(sources, bind, port, route or _route_of(sources)), as_json)
+
+
+def serve_until_signal(process: GatewayProcess, as_json: bool) -> None:
+    """Run a gateway, print its address, and its figures when it ends."""
 
     def ready(url: str) -> None:
         click.echo(f"{url}/v1  (Ctrl-C ends it)", err=True)
-        key = shlex.quote(sources[0].key_file())
+        key = shlex.quote(process.sources[0].key_file())
         click.echo(f"export OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY=$(cat {key})", err=as_json)
 
     say = (lambda _: None) if as_json else (lambda text: click.echo(f"corral: {text}", err=True))
-    figures = run_gateway(sources, place, route or _route_of(sources), ready, say)
+    figures = run_gateway(process, ready, say)
     if as_json:
         print_json(figures.to_json())
     else:
@@ -62,7 +66,7 @@ def serve(names: tuple[str, ...], port: int | None, bind: str, route: str | None
 
 
 def _route_of(sources: list[Source]) -> str:
-    """What the fleets ask for, where they agree."""
+    """The policy that the fleets ask for, where they agree."""
     wanted = {one.route() for one in sources if one.fleet is not None}
     return wanted.pop() if len(wanted) == 1 else "prefix"
 
@@ -80,7 +84,7 @@ def key() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print the key and its limits as JSON.")
 def add(name: str, rpm: int | None, tpm: int | None, models: str | None, as_json: bool) -> None:
     """Make a key for the client NAME and print it. It is shown only once: just its hash is kept."""
-    wanted = tuple(word.strip() for word in (models or "").split(",") if word.strip())
+    wanted = tuple(name.strip() for name in (models or "").split(",") if name.strip())
     if models is not None and not wanted:
         raise UsageError(f"--models {models!r} names no model.", "Separate names with commas, or leave it out.")
     made = add_key(name, rpm, tpm, wanted)

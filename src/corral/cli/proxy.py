@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import shlex
-
 import click
 
+from corral.cli.gateway import serve_until_signal
 from corral.cli.options import Duration, deployment_argument
-from corral.lab.report.screen import print_json
 from corral.serve.fleet.chain import choose_folder
-from corral.serve.proxy.figures import summary
-from corral.serve.proxy.host import ProxyLimits
-from corral.serve.proxy.run import run_proxy
+from corral.serve.gateway.process import proxy_process
+from corral.serve.gateway.relay import GatewayLimits
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -27,17 +24,4 @@ def command(name: str | None, port: int | None, bind: str, hold_s: float, as_jso
     Running requests finish where they began; a server that drains or refuses before it answered is no error. Clients
     send the deployment's key as ever. Ctrl-C ends it and prints what went through.
     """
-    folder = choose_folder(name)
-
-    def ready(url: str) -> None:
-        click.echo(f"{url}/v1  (Ctrl-C ends it)", err=True)
-        click.echo(
-            f"export OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY=$(cat {shlex.quote(str(folder.key))})", err=as_json
-        )
-
-    say = (lambda _: None) if as_json else (lambda text: click.echo(f"corral: {text}", err=True))
-    figures = run_proxy(folder, bind, port, ProxyLimits(hold_s=hold_s), ready, say)
-    if as_json:
-        print_json(figures.to_json())
-    else:
-        click.echo("\n" + summary(figures), err=True)
+    serve_until_signal(proxy_process(choose_folder(name), bind, port, GatewayLimits(hold_s=hold_s)), as_json)

@@ -24,7 +24,7 @@ from corral.lab.report import tables
 from corral.lab.report.fleet import fleet_lines
 from corral.lab.report.screen import print_json, say_waiting, since
 from corral.plan.measured import Differences
-from corral.serve.fleet.chain import all_standings, choose_folder, read_chain
+from corral.serve.fleet.chain import choose_folder, read_chain, read_members
 from corral.serve.fleet.status import chosen_fleet, fleet_status
 
 CONNECT_S = 1.0  # a kernel answers, however busy its machine is; a node that is cut off does not
@@ -69,7 +69,7 @@ def _where(nodes: Sequence[RankMember], job: HeldJob | None) -> dict[str, object
 
 def _following(folder: DeploymentFolder) -> list[dict[str, str]]:
     """Its successors with their states."""
-    return [{"name": one.folder.name, "state": one.state.value} for one in all_standings(folder)[1:]]
+    return [{"name": one.folder.name, "state": one.state.value} for one in read_members(folder)[1:]]
 
 
 def _followers(folder: DeploymentFolder) -> list[tuple[str, str]]:

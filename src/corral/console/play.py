@@ -37,7 +37,7 @@ from corral.console.asking import (
 )
 from corral.console.context import ConsoleContext, answer, body_of, events
 from corral.deploy.deployment.state import State
-from corral.serve.fleet.chain import ChainMember, living_chains
+from corral.serve.fleet.chain import DeploymentReading, living_chains
 from corral.serve.fleet.record import living_fleets
 from corral.serve.resolve import URL_VARIABLE, resolve, server_called
 from corral.use.llm import token_bytes
@@ -224,7 +224,7 @@ def servers() -> list[dict[str, Any]]:
     return sorted(found, key=lambda one: (not one["ready"], one["name"]))
 
 
-def _offered(name: str, chain: Sequence[ChainMember]) -> dict[str, Any]:
+def _offered(name: str, chain: Sequence[DeploymentReading]) -> dict[str, Any]:
     serving = [one for one in chain if one.state is State.READY]
     newest = (serving or chain)[-1]
     model = newest.status.model if newest.status else ""

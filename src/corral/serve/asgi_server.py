@@ -1,8 +1,6 @@
-"""An answer that is not the one that was asked for, in OpenAI's shape.
+"""An ASGI application served by uvicorn in a thread of its own, with the bounds that uvicorn leaves to a proxy.
 
-One connection to the batch service: uvicorn's, with bounds that it leaves to a proxy in front of it.
-
-An ASGI application served by uvicorn in a thread of its own.
+The batch service and the console run in it. Refusals have OpenAI's form.
 """
 
 from __future__ import annotations
@@ -19,12 +17,13 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from corral.base.errors import ConflictError
 from corral.client.http1 import LARGEST_HEAD_BYTES, response
+from corral.serve.errors import error_body
 
 _PATH = re.compile(r"(?<![\w:/.~-])/(?:[^\s/'\"`]+/)+")
 
 
 class Refusal(Exception):  # noqa: N818 - an answer, not an error of ours
-    """Ends a request with a status and a sentence."""
+    """Ends a request with a status and a message."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -32,11 +31,11 @@ class Refusal(Exception):  # noqa: N818 - an answer, not an error of ours
 
     def body(self) -> dict[str, Any]:
         kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return {"error": {"message": str(self), "type": kind, "param": None, "code": None}}
+        return error_body(str(self), kind)
 
 
 def without_paths(text: str) -> str:
-    """A text for clients: where the server keeps a file is not theirs to know, only what it is called."""
+    """A text for clients: without the folders of the server's files, only their names."""
     return _PATH.sub("…/", text)
 
 
@@ -45,7 +44,7 @@ MOST_CONNECTIONS = 512
 
 
 class Connection(HttpToolsProtocol):
-    """Ends connections that say nothing, that never end a head, and those beyond the number that is served."""
+    """Ends connections that send nothing, that never end a head, and those beyond the most that are served."""
 
     _deadline: asyncio.TimerHandle | None = None
     _head_bytes = -1  # of a head that is being read; -1: none
@@ -99,7 +98,7 @@ IDLE_S = 30  # a connection between two requests
 
 
 class Hosted:
-    """Listens from the beginning, so that a port that is taken is known first; answers once it was started."""
+    """Listens at once, so that a port that is taken is known first; answers once it was started."""
 
     def __init__(self, bind: str, port: int, name: str, ending_s: int) -> None:
         self._socket = listen(bind, port)
@@ -109,8 +108,8 @@ class Hosted:
 
     @property
     def port(self) -> int:
-        found: int = self._socket.getsockname()[1]
-        return found
+        port: int = self._socket.getsockname()[1]
+        return port
 
     def start(self, app: Any) -> None:
         self._server = uvicorn.Server(
@@ -127,7 +126,7 @@ class Hosted:
         asyncio.run(server.serve(sockets=[self._socket]))
 
     def close(self) -> None:
-        """Answers under way have `ending_s` to end."""
+        """Stop; answers under way have `ending_s` to end."""
         if self._server is not None and self._thread is not None:
             self._server.should_exit = True
             self._thread.join(self._ending_s + 5)
@@ -135,7 +134,7 @@ class Hosted:
 
 
 def listen(bind: str, port: int) -> socket.socket:
-    """From now on connections are accepted, if only answered once the service runs."""
+    """A socket that accepts connections; they are answered once the service runs."""
     try:
         return socket.create_server(
             (bind, port), family=socket.AF_INET6 if ":" in bind else socket.AF_INET, backlog=512

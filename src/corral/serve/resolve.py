@@ -31,7 +31,7 @@ from corral.deploy.deployment.state import ENDED, Reason, State
 from corral.deploy.lifecycle import deployments
 from corral.deploy.lifecycle.deployments import Status
 from corral.deploy.lifecycle.tunnel import ensure_tunnel
-from corral.serve.fleet.chain import ChainMember, all_standings, living_chains, newest_ready, read_chain
+from corral.serve.fleet.chain import DeploymentReading, living_chains, newest_ready, read_chain, read_members
 from corral.serve.fleet.record import FleetFolder, find_fleet, held_gateways, living_fleets, read_fleet
 
 URL_VARIABLE, KEY_VARIABLE = "OPENAI_BASE_URL", "OPENAI_API_KEY"
@@ -279,7 +279,7 @@ def ending_of(status: Status) -> CorralError:
 
 def absence_of(folder: DeploymentFolder) -> Absence:
     """Why neither a deployment nor any of its successors answers."""
-    members = all_standings(folder)
+    members = read_members(folder)
     coming = [one for one in members if one.state not in ENDED]
     if coming:
         return _coming(coming[-1])
@@ -291,7 +291,7 @@ def absence_of(folder: DeploymentFolder) -> Absence:
     return Absence(error.message.rstrip("."), error.remedy, error, last.reason is Reason.REQUESTED)
 
 
-def _coming(one: ChainMember) -> Absence:
+def _coming(one: DeploymentReading) -> Absence:
     if one.status is None:
         return Absence(f"{one.folder.name} cannot be read: {one.text}")
     return Absence(describe(one.status, time.time()), one.status.remedy)

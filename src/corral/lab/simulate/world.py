@@ -24,10 +24,9 @@ from corral.lab.simulate.outcome import Moment, Recorder, SimOutcome
 from corral.lab.simulate.requests import RequestSource, SimRequest
 from corral.lab.simulate.steptime import FittedSteps, StepTime
 from corral.serve.fleet.scaling import Course, Demand, next_size, rate
-from corral.serve.gateway.asks import ID_BYTES, RoutedPrompt
 from corral.serve.gateway.policies import OUTPUT_WEIGHT, make_policy
 from corral.serve.gateway.pool import Arrivals
-from corral.serve.gateway.prefixes import POSITIONS, Holdings
+from corral.serve.gateway.prompt import ID_BYTES, POSITIONS, Holdings, RoutedPrompt
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ def simulate_load(
 
 @dataclass(eq=False)
 class _Member:
-    """As a policy sees it (`serve.gateway.policies.Loaded`)."""
+    """As a policy sees it (`serve.gateway.policies.RoutableMember`)."""
 
     number: int
     engines: list[SimEngine]
@@ -262,7 +261,7 @@ class _World:
 
 
 def _account(member: _Member, prompt: RoutedPrompt, sequence: SimSequence) -> None:
-    """A request counts as a member's work as in `serve.gateway.passage`."""
+    """A request counts as a member's work as in `serve.gateway.request`."""
     depth = member.holdings.depth(prompt.blocks) if prompt.blocks else 0
     computed = max(1.0, prompt.tokens - prompt.tokens_until(depth))
     member.holdings.hold(prompt.blocks, computed)

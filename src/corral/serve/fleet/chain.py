@@ -35,12 +35,12 @@ ADOPTED = "kept by a newer version of Corral"  # why an earlier version submits 
 
 
 @dataclass(frozen=True)
-class ChainMember:
-    """One deployment of a chain, as far as it could be asked."""
+class DeploymentReading:
+    """A deployment, as far as it could be asked."""
 
     folder: DeploymentFolder
     status: deployments.Status | None  # None: it could not be asked
-    text: str = ""
+    text: str = ""  # why not
     stamp: tuple[int, int] = (0, 0)  # of its record: another deployment of the same name has another
 
     @property
@@ -84,25 +84,26 @@ def first_of(name: str) -> str:
     return first.name if chain and chain.member(name) else name
 
 
-def all_standings(folder: DeploymentFolder, known: dict[str, ChainMember] | None = None) -> list[ChainMember]:
-    """The status of each of a chain; those that are `known` to have ended are not asked again."""
-    return [_status(member, (known or {}).get(member.name)) for member in members(folder)]
+def read_members(folder: DeploymentFolder) -> list[DeploymentReading]:
+    """The status of each of a chain, oldest first."""
+    return [read_deployment(member) for member in members(folder)]
 
 
-def _status(member: DeploymentFolder, before: ChainMember | None = None) -> ChainMember:
+def read_deployment(folder: DeploymentFolder, before: DeploymentReading | None = None) -> DeploymentReading:
+    """The status of a deployment; one that had ended `before` is not asked again."""
     try:
-        record = member.record.stat()
+        record = folder.record.stat()
         stamp = (record.st_ino, record.st_mtime_ns)
         if before is not None and before.state in ENDED and before.stamp == stamp:
             return before
-        return ChainMember(member, deployments.status(member), stamp=stamp)
+        return DeploymentReading(folder, deployments.status(folder), stamp=stamp)
     except (CorralError, OSError) as error:
-        return ChainMember(member, None, str(error))
+        return DeploymentReading(folder, None, str(error))
 
 
-def newest_ready(folder: DeploymentFolder) -> ChainMember | None:
+def newest_ready(folder: DeploymentFolder) -> DeploymentReading | None:
     """The newest of a chain that is ready; None when none is."""
-    return next((one for one in map(_status, reversed(members(folder))) if one.state is State.READY), None)
+    return next((one for one in map(read_deployment, reversed(members(folder))) if one.state is State.READY), None)
 
 
 def all_chains() -> list[DeploymentFolder]:
@@ -110,9 +111,9 @@ def all_chains() -> list[DeploymentFolder]:
     return [folder for folder in all_folders() if first_of(folder.name) == folder.name]
 
 
-def living_chains() -> dict[str, list[ChainMember]]:
+def living_chains() -> dict[str, list[DeploymentReading]]:
     """By the name of its first: those of every chain that have not ended, where there are any."""
-    chains = {first.name: [one for one in all_standings(first) if one.state not in ENDED] for first in all_chains()}
+    chains = {first.name: [one for one in read_members(first) if one.state not in ENDED] for first in all_chains()}
     return {name: chain for name, chain in chains.items() if chain}
 
 
@@ -155,7 +156,7 @@ def refuse_held_name(name: str) -> None:
     folder = DeploymentFolder.of(name)
     if read_chain(folder) is None:
         return
-    for one in all_standings(folder)[1:]:
+    for one in read_members(folder)[1:]:
         if one.folder.record.is_file() and one.state not in ENDED:
             raise ConflictError(
                 f"{one.folder.name!r} follows {name!r} and is {one.state}.",

@@ -1,93 +1,148 @@
-"""The gateway itself: one address for several servers of several models; the key says who asks, the body what for.
+"""The gateway: one address for several servers of several models; the key says who asks, the body which model.
 
-A client's key is checked here and goes no further: each member gets its own. Errors have OpenAI's form.
+A client's key is checked here and not passed on: each member gets its own. Headers and bodies are never logged.
+Errors have OpenAI's form. `corral proxy` is a gateway with one source and the policy `newest`.
+
+Not covered: TLS, HTTP/2, changes of protocol (WebSocket).
 """
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import json
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from corral.base.record import nearest
-from corral.client.http1 import response
+from corral.client.http1 import http_url, response
+from corral.client.pool import open_files
+from corral.deploy.deployment.state import ENDED, State
+from corral.serve.errors import error_body
 from corral.serve.gateway import pages
-from corral.serve.gateway.asks import BadAskError, RoutedPrompt, TokenScale, read_prompt
-from corral.serve.gateway.passage import ForwardedRequest
-from corral.serve.gateway.policies import make_policy
+from corral.serve.gateway.client_connection import ClientConnection
+from corral.serve.gateway.member import Member, MemberReading
+from corral.serve.gateway.policies import NEWEST, make_policy
 from corral.serve.gateway.pool import ModelPool
-from corral.serve.gateway.serving import ServerReading, ServingMember
-from corral.serve.gateway.users import KeyGrant, KeyTable, KeyUser
-from corral.serve.proxy.host import ProxyLimits
-from corral.serve.proxy.relay_server import RelayServer
-from corral.serve.proxy.request import Request
-from corral.serve.proxy.route import MemberChooser
+from corral.serve.gateway.prompt import BadBodyError, RoutedPrompt, TokenScale, read_prompt
+from corral.serve.gateway.relay import GatewayLimits
+from corral.serve.gateway.request import ForwardedRequest, Request
+from corral.serve.gateway.usage import KeyGrant, KeyTable, KeyUser
 
-GATEWAY_LIMITS = ProxyLimits(connections=16_384)
+SWEEP_S = 1.0
+ENDED_SILENCE_S = 5.0  # a server that has ended sends nothing more: requests that still wait for it are given up
 MOST_WAITING = 50_000
 _NO_SCALE = TokenScale()
 _KINDS = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
           429: "rate_limit_error", 503: "service_unavailable_error"}  # fmt: skip
 
 
-class Gateway(RelayServer):
-    """Everything inside one event loop."""
-
-    title = "corral gateway"
+class Gateway:
+    """Everything inside one event loop: the members, the models that they serve, and the clients' connections."""
 
     def __init__(
         self,
         route: str = "prefix",
-        limits: ProxyLimits | None = None,
+        limits: GatewayLimits | None = None,
         say: Callable[[str], None] = lambda _: None,
+        title: str = "corral gateway",
     ) -> None:
-        super().__init__(limits or GATEWAY_LIMITS)
         make_policy(route)  # refuses an unknown one
-        self.route_name, self.say = route, say
-        self.members: list[ServingMember] = []
+        self.route_name, self.say, self.title = route, say, title  # the title begins every error message
+        self.loop = asyncio.get_running_loop()
+        self.limits = limits or GatewayLimits()
+        self.figures = pages.Figures()
+        self.members: list[Member] = []
+        self.current: Member | None = None  # with the policy `newest`: the member that gets new requests
         self.pools: dict[str, ModelPool] = {}
         self.keys = KeyTable()
         self.unknown_keys = 0
+        self.connections: set[ClientConnection] = set()
+        self.held_bytes = 0
+        self.ending = False
+        self.url = ""
+        self._server: asyncio.Server | None = None
+        self._sweeper: asyncio.TimerHandle | None = None
 
-    # what stands behind it
+    # its life
 
-    def every_member(self) -> Iterable[ServingMember]:
-        return self.members
+    async def listen(self, host: str, port: int) -> None:
+        """Accept clients; port 0 takes a free one."""
+        open_files(2 * self.limits.connections + 64)
+        self._server = await self.loop.create_server(lambda: ClientConnection(self), host, port, backlog=1024)
+        number = self._server.sockets[0].getsockname()[1]
+        self.url = http_url(host, number)
+        self._sweep()
 
-    def update(self, readings: Sequence[ServerReading], grants: Sequence[KeyGrant]) -> None:
-        """Take over what is known now; connections and work of a member at the same address stay."""
+    def _sweep(self) -> None:
+        now = time.monotonic()
+        for connection in list(self.connections):
+            connection.sweep(now)
+        for member in self.members:
+            if member.state in ENDED:
+                for request in list(member.active):
+                    request.give_up(now - ENDED_SILENCE_S)
+        self._sweeper = self.loop.call_later(SWEEP_S, self._sweep)
+
+    async def close(self, patience_s: float = 0.0) -> None:
+        """Accept no one any more; running requests have some time to end, then their clients are told."""
+        self.ending = True
+        if self._server:
+            self._server.close()
+        until = self.loop.time() + patience_s
+        while self.figures.running and self.loop.time() < until:
+            await asyncio.sleep(0.05)
+        if self._sweeper:
+            self._sweeper.cancel()
+        for connection in list(self.connections):
+            connection.end()
+        for member in self.members:
+            member.close_idle()
+        for pool in self.pools.values():
+            pool.close()
+        await asyncio.sleep(0)
+
+    # the members
+
+    def update(self, readings: Sequence[MemberReading], grants: Sequence[KeyGrant]) -> None:
+        """Update members and keys; connections and work of a member at the same address stay."""
         before = {(one.name, one.url): one for one in self.members}
-        found = []
+        members = []
         for reading in readings:
             member = before.pop((reading.name, reading.url), None)
             if member is None and not reading.url:  # ended: it has no address any more, but may have requests
                 same = next((one for one in before.values() if one.name == reading.name), None)
                 member = before.pop((same.name, same.url)) if same else None
             if member is None:
-                member = ServingMember(reading.name, reading.url, reading.state)
-            member.take_over(reading)
-            found.append(member)
-        for gone in before.values():  # another address, or no longer ours: its running requests go on
+                member = Member(reading.name, reading.url, reading.state)
+            member.update_from(reading)
+            members.append(member)
+        names = {one.name for one in members}
+        for gone in before.values():  # no longer a member here: its running requests go on
             gone.leaving = True
+            if gone.name in names:  # started again at another address: what does not advance never will
+                gone.state = State.STOPPED
+        self.members = [*(one for one in before.values() if one.active), *members]
+        for gone in before.values():
             gone.close_idle()
-        self.members = [*(one for one in before.values() if one.active), *found]
         self.keys.update(grants, time.monotonic())
-        self.sort_out()
+        self.regroup()
 
-    def sort_out(self) -> None:
-        """Which members serve which model, and who gets requests."""
-        serving: dict[str, list[ServingMember]] = {}
+    def regroup(self) -> None:
+        """Find out which members serve which model, and which of them get requests."""
+        serving: dict[str, list[Member]] = {}
         for member in self.members:
-            if not member.grade() and not member.active:
+            if not member.readiness():
                 member.close_idle()
             for model in member.models:
                 serving.setdefault(model, []).append(member)
         for model, members in serving.items():
             pool = self.pools.get(model)
             if pool is None:
-                pool = self.pools[model] = ModelPool(model, make_policy(self.route_name), self.loop)
+                on_choice = self._note_choice if self.route_name == NEWEST else None
+                pool = self.pools[model] = ModelPool(model, make_policy(self.route_name), self.loop, on_choice)
             pool.members = members
         for model, pool in list(self.pools.items()):
             if model not in serving:
@@ -95,14 +150,23 @@ class Gateway(RelayServer):
                     del self.pools[model]  # its servers are there and have it no longer: an adapter was unloaded
                     continue
                 pool.members = []
-            pool.sort_out()
+            pool.regroup()
+
+    def _note_choice(self, member: Member) -> None:
+        before, self.current = self.current, member
+        if before is not None and before is not member:
+            self.figures.switch_overs += 1
+            self.say(f"new requests go to {member.name}")
 
     # a request
 
-    def take(self, request: Request, from_here: bool) -> MemberChooser | bytes:
+    def handle(self, request: Request, is_local: bool) -> ForwardedRequest | bytes:
+        """Accept a request, or answer it; `is_local`: it comes from this machine."""
         path = request.bare_path
         if path == b"/health":
             return self._health()
+        if path == b"/proxy/status" and self.route_name == NEWEST:
+            return self._proxy_status(is_local)
         user = self.keys.find(request.headers)
         if user is None:
             self.unknown_keys += 1
@@ -110,14 +174,14 @@ class Gateway(RelayServer):
             return self.refusal(401, "the key is missing or unknown: send 'Authorization: Bearer KEY'", extra=extra)
         if request.method in (b"GET", b"HEAD") and (page := self._page(path, user)) is not None:
             return page
-        return self._passage(request, user)
+        return self._route(request, user)
 
-    def _passage(self, request: Request, user: KeyUser) -> MemberChooser | bytes:
+    def _route(self, request: Request, user: KeyUser) -> ForwardedRequest | bytes:
         try:
             prompt = self._prompt(request)
-        except BadAskError as error:
+        except BadBodyError as error:
             return self.refusal(400, f"the request body is not valid JSON: {error}")
-        model = prompt.model or self._only_model(user)
+        model = prompt.model or self._default_model(user)
         if model is None:
             return self.refusal(400, f"the request names no model. Known: {self._known(user)}.", param="model")
         pool = self.pools.get(model)
@@ -129,7 +193,7 @@ class Gateway(RelayServer):
             return self.refusal(403, f"this key may not use the model {model!r}. It may use: {self._known(user)}.")
         return self._admit(pool, user, prompt)
 
-    def _admit(self, pool: ModelPool, user: KeyUser, prompt: RoutedPrompt) -> MemberChooser | bytes:
+    def _admit(self, pool: ModelPool, user: KeyUser, prompt: RoutedPrompt) -> ForwardedRequest | bytes:
         now, tokens = time.monotonic(), prompt.tokens + prompt.output_tokens
         wait, limit = user.wait_s(tokens, now)
         if wait:
@@ -139,15 +203,15 @@ class Gateway(RelayServer):
         if pool.queue.count >= MOST_WAITING:
             text = f"{pool.queue.count:,} requests are already waiting for {pool.model!r}. Try again later."
             return self.refusal(429, text, extra=b"retry-after: 10\r\n")
-        user.take(tokens)
+        user.spend(tokens)
         pool.arrivals.note(now, tokens)
-        return ForwardedRequest(self, pool, user, prompt)
+        return ForwardedRequest(pool, user, prompt)
 
     def _prompt(self, request: Request) -> RoutedPrompt:
         if request.body:
             try:
                 return read_prompt(request.body, self._scale_of)
-            except BadAskError:
+            except BadBodyError:
                 kind = dict(request.headers).get(b"content-type", b"application/json")
                 if kind.startswith(b"application/json"):
                     raise
@@ -161,26 +225,32 @@ class Gateway(RelayServer):
         """Whether a key is good for a model: by the served name, or by the fleet or deployment that serves it."""
         return user.may_use(model) or any(user.may_use(one.source) for one in self.pools[model].members)
 
-    def _only_model(self, user: KeyUser) -> str | None:
+    def _default_model(self, user: KeyUser) -> str | None:
+        """The model of a request that names none: the only one, or the base model if the others are its adapters."""
         allowed = [model for model, pool in self.pools.items() if pool.members and self.allowed(user, model)]
-        return allowed[0] if len(allowed) == 1 else None
+        bases = {one.model for model in allowed for one in self.pools[model].members} & set(allowed)
+        return allowed[0] if len(allowed) == 1 else bases.pop() if len(bases) == 1 else None
 
     def _known(self, user: KeyUser) -> str:
         return ", ".join(sorted(model for model in self.pools if self.allowed(user, model))) or "none yet"
 
-    def finished(self, passage: ForwardedRequest, status: int, whole: bool) -> None:
-        """Counted for the key and the member."""
-        member = passage.member.name if passage.member else ""
-        tokens = (passage.prompt_tokens, passage.output_tokens) if passage.started else (0.0, 0.0)
-        passage.user.count(passage.pool.model, member, *tokens, whole and status < 400)
+    def refusal(
+        self, status: int, message: str, param: str | None = None, code: str | None = None, extra: bytes = b""
+    ) -> bytes:
+        """An answer of the gateway's own, counted as refused."""
+        self.figures.requests += 1
+        self.figures.refused += 1
+        kind = _KINDS.get(status, "server_error")
+        body = error_body(f"{self.title}: {message}", kind, code or status, param)
+        return response(status, json.dumps(body).encode(), extra=extra)
 
     # its own pages
 
     def _health(self) -> bytes:
         if any(pool.ready for pool in self.pools.values()):
             return response(200, b"")
-        standing = ", ".join(pool.standing() for pool in self.pools.values()) or "no server is known yet"
-        return self.refusal(503, f"not ready: {standing}", extra=b"retry-after: 10\r\n")
+        states = ", ".join(pool.status_text() for pool in self.pools.values()) or "no server is known yet"
+        return self.refusal(503, f"not ready: {states}", extra=b"retry-after: 10\r\n")
 
     def _page(self, path: bytes, user: KeyUser) -> bytes | None:
         if path == b"/v1/models":
@@ -194,21 +264,20 @@ class Gateway(RelayServer):
 
     def status(self) -> dict[str, Any]:
         """What `/gateway/status` shows."""
-        found = pages.status(self.pools, self.members, self.keys.all())
-        return {"route": self.route_name, **found, "figures": self.figures.to_json()}
+        status = pages.status(self.pools, self.members, self.keys.all())
+        return {"route": self.route_name, **status, "figures": self.figures.to_json()}
 
-    def refusal(
-        self, status: int, message: str, param: str | None = None, code: str | None = None, extra: bytes = b""
-    ) -> bytes:
-        """An answer of the gateway's own, counted as refused."""
-        self.figures.requests += 1
-        self.figures.refused += 1
-        error = {"message": f"{self.title}: {message}", "type": _KINDS.get(status, "server_error"), "param": param,
-                 "code": code or status}  # fmt: skip
-        return response(status, json.dumps({"error": error}).encode(), extra=extra)
+    def _proxy_status(self, is_local: bool) -> bytes:
+        """What `/proxy/status` shows on this machine, without a key."""
+        if not is_local:
+            return self.refusal(403, "this path is for the proxy's own machine")
+        members = [pages.member_status(one) for one in self.members]
+        current = self.current.name if self.current else None
+        status = {"current": current, "members": members, "figures": self.figures.to_json()}
+        return response(200, json.dumps(status).encode())
 
-    async def close(self, patience_s: float = 0.0) -> None:
-        """Accept nobody any more; running requests have some time to end."""
-        await super().close(patience_s)
-        for pool in self.pools.values():
-            pool.close()
+
+def calm_collector() -> None:
+    """Collect cyclic garbage seldom: requests leave none, and a collection costs more the more streams are open."""
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)

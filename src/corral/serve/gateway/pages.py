@@ -1,17 +1,70 @@
-"""What a gateway tells about itself: models, status, and metrics under vLLM's names where the meaning is the same.
+"""What a gateway shows: figures, models, status, and metrics under vLLM's names where the meaning is the same.
 
 Each of vLLM's names is one set of series that can be added up: by model and member, and by key where a key's share is
-known. What members count themselves (KV use, prefix cache, preemptions) is passed on as they last told it.
+known. What members count themselves (KV use, prefix cache, preemptions) is passed on as last read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
+from corral.node.exposition import metric_lines
+from corral.serve.gateway.member import Member
 from corral.serve.gateway.pool import ModelPool
-from corral.serve.gateway.serving import ServingMember
-from corral.serve.gateway.users import KeyUser
+from corral.serve.gateway.usage import KeyUser
+
+
+@dataclass
+class Figures:
+    """What went through the gateway since it started: counts, and the longest waits. All times are monotonic."""
+
+    requests: int = 0
+    answered: int = 0  # whole answers passed on, whatever their status
+    failed: int = 0  # no answer, or one that broke off; a whole answer of the server counts as such, also with 4xx
+    refused: int = 0  # answered with a status of 400 or more, by the server or by the gateway
+    left: int = 0  # the client went away first
+    running: int = 0
+    retried: int = 0  # sent again to another member, or on another connection, before the first byte
+    held: int = 0  # waited because no member was ready
+    switch_overs: int = 0
+    longest_hold_s: float = 0.0
+    longest_wait_s: float = 0.0  # from the last byte of a request to the first of its answer
+    longest_stream_gap_s: float = 0.0  # between two arrivals of one answer
+    longest_gap_s: float = 0.0  # in which requests ran and none got a byte
+    _moved_s: float = 0.0
+
+    def began(self, now_s: float) -> None:
+        self.requests += 1
+        self.running += 1
+        if self.running == 1:
+            self._moved_s = now_s
+
+    def moved(self, now_s: float) -> None:
+        """Bytes of some answer arrived."""
+        gap = now_s - self._moved_s
+        if gap > self.longest_gap_s:
+            self.longest_gap_s = gap
+        self._moved_s = now_s
+
+    def to_json(self) -> dict[str, Any]:
+        shown = [one.name for one in fields(self) if not one.name.startswith("_")]
+        values = {name: getattr(self, name) for name in shown}
+        return {name: round(value, 4) if isinstance(value, float) else value for name, value in values.items()}
+
+
+def summary(figures: Figures) -> str:
+    """The figures in two lines."""
+    one = figures
+    counts = (
+        f"{one.requests:,} requests, {one.failed} failed, {one.refused} refused, {one.left} left by their clients"
+    )
+    held = f"{one.held} held (longest {one.longest_hold_s:.1f} s)"
+    moves = f"{one.switch_overs} switch-overs, {one.retried} sent again, {held}"
+    gaps = f"longest gap {one.longest_gap_s:.2f} s, within one answer {one.longest_stream_gap_s:.2f} s"
+    return f"{counts}; {moves}\n{gaps}, to a first byte {one.longest_wait_s:.2f} s"
+
 
 Series = tuple[dict[str, str], float]
 _PASSED_ON = {
@@ -23,7 +76,7 @@ _PASSED_ON = {
 
 
 def models(pools: Mapping[str, ModelPool], allowed: Callable[[str], bool]) -> dict[str, Any]:
-    """The models of all members, each once, as a member shows it where one has told."""
+    """The models of all members, each once, as a member lists it."""
     cards = []
     for model, pool in pools.items():
         if pool.members and allowed(model):
@@ -32,21 +85,19 @@ def models(pools: Mapping[str, ModelPool], allowed: Callable[[str], bool]) -> di
     return {"object": "list", "data": cards}
 
 
-def status(
-    pools: Mapping[str, ModelPool], members: Sequence[ServingMember], users: Sequence[KeyUser]
-) -> dict[str, Any]:
+def status(pools: Mapping[str, ModelPool], members: Sequence[Member], users: Sequence[KeyUser]) -> dict[str, Any]:
     """Members and keys, for people and programs."""
     return {
         "models": {
             name: {"waiting": len(pool.queue), "waiting_by_key": pool.queue.waiting(), "ready": len(pool.ready)}
             for name, pool in pools.items()
         },
-        "members": [_member(one) for one in members],
+        "members": [member_status(one) for one in members],
         "keys": [_key(one) for one in users],
     }
 
 
-def _member(one: ServingMember) -> dict[str, Any]:
+def member_status(one: Member) -> dict[str, Any]:
     return {
         "name": one.name,
         "of": one.source,
@@ -59,6 +110,7 @@ def _member(one: ServingMember) -> dict[str, Any]:
         "of_others": one.outside,
         "seats": one.seats,
         "outstanding_tokens": round(one.work_tokens),
+        "declined": one.declined,
         "draining": one.declined or one.leaving,
         "text": one.text,
     }
@@ -77,27 +129,25 @@ def _key(user: KeyUser) -> dict[str, Any]:
     }
 
 
-def metrics(pools: Mapping[str, ModelPool], members: Sequence[ServingMember], users: Sequence[KeyUser]) -> str:
+def metrics(pools: Mapping[str, ModelPool], members: Sequence[Member], users: Sequence[KeyUser]) -> str:
     """The page that Prometheus reads."""
     lines: list[str] = []
     for name, kind, text, series in (*_of_requests(pools, members), *_of_keys(users), *_of_members(members)):
-        lines += [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]
-        lines += [f"{name}{{{_labels(labels)}}} {float(value)}" for labels, value in series]
+        lines += metric_lines(name, kind, text, series)
     for attribute, name in (
         ("ttft", "vllm:time_to_first_token_seconds"),
         ("e2e", "vllm:e2e_request_latency_seconds"),
         ("queued", "vllm:request_queue_time_seconds"),
     ):
         for number, pool in enumerate(pools.values()):
-            labels = _labels({"model_name": pool.model})
-            lines += getattr(pool, attribute).lines(name, labels, headed=number == 0)
+            lines += getattr(pool, attribute).lines(name, {"model_name": pool.model}, headed=number == 0)
     return "\n".join(lines) + "\n"
 
 
 Metric = tuple[str, str, str, list[Series]]
 
 
-def _of_requests(pools: Mapping[str, ModelPool], members: Sequence[ServingMember]) -> Iterator[Metric]:
+def _of_requests(pools: Mapping[str, ModelPool], members: Sequence[Member]) -> Iterator[Metric]:
     running = [({"model_name": one.model, "member": one.name}, len(one.active)) for one in members]
     yield (
         "vllm:num_requests_running",
@@ -129,7 +179,7 @@ def _of_keys(users: Sequence[KeyUser]) -> Iterator[Metric]:
     yield "corral:gateway_requests_limited_total", "counter", "Requests refused because of a key's limit.", limited
 
 
-def _of_members(members: Sequence[ServingMember]) -> Iterator[Metric]:
+def _of_members(members: Sequence[Member]) -> Iterator[Metric]:
     known = [(one, {"model_name": one.model, "member": one.name}) for one in members]
     for name, (field, kind, text) in _PASSED_ON.items():
         values = [(labels, getattr(one.reading, field)) for one, labels in known if one.reading is not None]
@@ -138,11 +188,3 @@ def _of_members(members: Sequence[ServingMember]) -> Iterator[Metric]:
     yield "corral:gateway_outstanding_tokens", "gauge", "Work assigned to a member, in prompt tokens.", tokens
     judged = [({**labels, "judged": one.judged.value, "state": one.state.value}, 1.0) for one, labels in known]
     yield "corral:gateway_member_info", "gauge", "State of a member, and how the gateway judges it.", judged
-
-
-def _labels(labels: Mapping[str, str]) -> str:
-    return ",".join(f'{name}="{_escaped(value)}"' for name, value in labels.items())
-
-
-def _escaped(value: str) -> str:
-    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

@@ -1,11 +1,13 @@
-"""Who gets a request: four policies, each a choice among the members that can take it. No clocks, no connections.
+"""Which member gets a request: each policy chooses among the members that have room for it. Pure.
 
 `prefix`: the member with the highest of (twice the prompt tokens that it need not compute) minus (work that it has
-outstanding), both in tokens. A beginning that nearly every request has counts for nobody, so that a
-common system prompt does not draw all requests to who saw it first. Who got more than its share of the last
-requests is left aside little by little, as far as the members have a request each on average: a hot prefix then
-spreads before its holder is full, and conversations on an idle fleet stay where they are. Of equals, who has
-computed least so far.
+outstanding), both in tokens. A beginning that nearly every request has counts for no member, so that a common system
+prompt does not draw all requests to the member that saw it first. A member that got more than its share of the last
+requests is gradually avoided, as far as the members have a request each on average: a hot prefix then spreads before
+its holder is full, and conversations on an idle fleet stay where they are. Among equals, the member that has computed
+least so far.
+
+`newest`: the last of the members, which are in order of age: `corral proxy` moves on to a successor with it.
 """
 
 from __future__ import annotations
@@ -16,11 +18,10 @@ from typing import Protocol, TypeVar
 
 from corral.base.errors import UsageError
 from corral.base.record import nearest
-from corral.serve.gateway.asks import RoutedPrompt
-from corral.serve.gateway.prefixes import Holdings, SharedBeginnings
+from corral.serve.gateway.prompt import Holdings, RoutedPrompt, SharedBeginnings
 
 
-class Loaded(Protocol):
+class RoutableMember(Protocol):
     """A member, as a policy sees it."""
 
     work_tokens: float  # outstanding, relative to its speed
@@ -28,7 +29,7 @@ class Loaded(Protocol):
     holdings: Holdings
 
 
-M = TypeVar("M", bound=Loaded)
+M = TypeVar("M", bound=RoutableMember)
 
 
 class Policy(Protocol):
@@ -112,8 +113,6 @@ class RoundRobinPolicy:
 
 
 class RandomPolicy:
-    """Any."""
-
     def __init__(self, seed: int | None = None) -> None:
         self._random = random.Random(seed)  # noqa: S311 - balances load
 
@@ -121,16 +120,25 @@ class RandomPolicy:
         return self._random.choice(members)
 
 
+class NewestPolicy:
+    """The newest member, as long as it accepts requests."""
+
+    def choose(self, members: Sequence[M], prompt: RoutedPrompt) -> M:
+        return members[-1]
+
+
+NEWEST = "newest"
 POLICIES: dict[str, Callable[[], Policy]] = {
     "prefix": PrefixPolicy,
     "least-work": LeastWorkPolicy,
     "round-robin": RoundRobinPolicy,
     "random": RandomPolicy,
-}
+}  # those that people choose with --route
 
 
 def make_policy(name: str) -> Policy:
-    """The policy of that name."""
+    if name == NEWEST:
+        return NewestPolicy()
     if name not in POLICIES:
         guess = nearest(name, list(POLICIES), 1)
         hint = f"Did you mean {guess[0]!r}?" if guess else f"Known: {', '.join(POLICIES)}."

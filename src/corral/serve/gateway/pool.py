@@ -1,32 +1,30 @@
-"""The servers of one model, and the requests that wait for one of them."""
+"""The members that serve one model, and the requests that wait for one of them."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
-from corral.deploy.deployment.state import State
-from corral.fake.metrics import LATENCY_BOUNDS, TTFT_BOUNDS, Histogram
-from corral.serve.fleet.record import Judgement
-from corral.serve.gateway.asks import TokenScale
-from corral.serve.gateway.fair_queue import FairQueue
+from corral.node.exposition import LATENCY_BOUNDS, TTFT_BOUNDS, Histogram
+from corral.serve.gateway.member import Member, failure_summary
 from corral.serve.gateway.policies import Policy
-from corral.serve.gateway.serving import ServingMember
-from corral.serve.proxy.member import told_if_all_failed
+from corral.serve.gateway.prompt import RoutedPrompt, TokenScale
+from corral.serve.gateway.queue import FairQueue
 
-LOOK_AGAIN_S = 0.1
+RETRY_S = 0.1
 BIN_S, BINS = 5.0, 12
 
 
-class Queued(Protocol):
+class QueuedRequest(Protocol):
     """A request that waits."""
 
     arrived_s: float
 
     def try_now(self) -> bool:
-        """Its turn has come: whether somebody took it."""
+        """Its turn has come; whether a member got it."""
 
 
 class Arrivals:
@@ -53,82 +51,95 @@ class Arrivals:
 
 
 class ModelPool:
-    """One model: who serves it, who is next."""
+    """One model: the members that serve it, the requests that wait, and how long its requests took."""
 
-    def __init__(self, model: str, policy: Policy, loop: asyncio.AbstractEventLoop) -> None:
-        self.model, self.policy, self._loop = model, policy, loop
-        self.members: list[ServingMember] = []
-        self.ready: list[ServingMember] = []  # those that get requests
-        self.queue: FairQueue[Queued] = FairQueue()
+    def __init__(
+        self,
+        model: str,
+        policy: Policy,
+        loop: asyncio.AbstractEventLoop,
+        on_choice: Callable[[Member], None] | None = None,
+    ) -> None:
+        self.model, self.policy, self._loop, self._on_choice = model, policy, loop, on_choice
+        self.members: list[Member] = []
+        self.ready: list[Member] = []  # those that get requests
+        self.queue: FairQueue[QueuedRequest] = FairQueue()
         self.scale = TokenScale()
         self.arrivals = Arrivals()
-        self.ttft, self.e2e, self.queued = (
-            Histogram(TTFT_BOUNDS),
-            Histogram(LATENCY_BOUNDS),
-            Histogram(LATENCY_BOUNDS),
-        )
-        self._pumping = False
-        self._alarm: asyncio.TimerHandle | None = None
+        self.ttft, self.e2e = Histogram(TTFT_BOUNDS), Histogram(LATENCY_BOUNDS)
+        self.queued = Histogram(LATENCY_BOUNDS)
+        self._scheduled = False
+        self._timer: asyncio.TimerHandle | None = None
 
-    def sort_out(self) -> None:
-        """Who gets requests now: the ready ones, or if there is none those that may be."""
-        grades = [(one.grade(), one) for one in self.members]
-        best = max((grade for grade, _ in grades), default=0)
-        self.ready = [one for grade, one in grades if grade == best] if best else []
-        self.pump_soon()
+    def regroup(self) -> None:
+        """Find out which members get requests now: the ready ones, or if there is none those that may be."""
+        levels = [(one.readiness(), one) for one in self.members]
+        best = max((level for level, _ in levels), default=0)
+        self.ready = [one for level, one in levels if level == best] if best else []
+        if self.failure_summary():
+            self._refuse_waiting()
+        self.start_waiting_soon()
 
-    def free(self, now_s: float, width: int) -> list[ServingMember]:
-        """Who can take a request now."""
+    def free(self, now_s: float, width: int) -> list[Member]:
+        """The members that have room for a request now."""
         return [one for one in self.ready if one.down_until_s <= now_s and one.has_seats(width)]
 
-    def crowded(self) -> bool:
-        """Whether somebody is ready, and only full."""
+    def choose(self, members: list[Member], prompt: RoutedPrompt) -> Member:
+        """One of these members, as the policy says."""
+        member = members[0] if len(members) == 1 else self.policy.choose(members, prompt)
+        if self._on_choice is not None:
+            self._on_choice(member)
+        return member
+
+    def only_full(self) -> bool:
+        """Whether members are ready and only full: such a wait ends by itself."""
         now_s = self._loop.time()
         return any(one.down_until_s <= now_s and not one.has_seats(1) for one in self.ready)
 
-    def pump_soon(self) -> None:
-        """Give on what waits, once the current work of the loop is done: connections are free by then."""
-        if self.queue.count and not self._pumping:
-            self._pumping = True
-            self._loop.call_soon(self._pump)
+    # requests that wait
 
-    def _pump(self) -> None:
-        self._pumping = False
+    def start_waiting_soon(self) -> None:
+        """Start waiting requests once the current work of the loop is done: connections are free by then."""
+        if self.queue.count and not self._scheduled:
+            self._scheduled = True
+            self._loop.call_soon(self._start_waiting)
+
+    def _start_waiting(self) -> None:
+        self._scheduled = False
         now = self._loop.time()
         while self.queue and self.free(now, 1):
-            item = self.queue.pop()
-            if item is None or not item.try_now():
+            request = self.queue.pop()
+            if request is None or not request.try_now():
                 break
-        self.look_again()
+        self.retry_later()
 
-    def look_again(self) -> None:
-        """While requests wait, members that are avoided for a moment come back without anybody saying so."""
-        if self.queue and self._alarm is None:
-            self._alarm = self._loop.call_later(LOOK_AGAIN_S, self._alarmed)
+    def retry_later(self) -> None:
+        """While requests wait, try again regularly: a member that is avoided for a moment comes back unannounced."""
+        if self.queue and self._timer is None:
+            self._timer = self._loop.call_later(RETRY_S, self._retry)
 
-    def _alarmed(self) -> None:
-        self._alarm = None
-        self._pump()
+    def _retry(self) -> None:
+        self._timer = None
+        self._start_waiting()
+
+    def _refuse_waiting(self) -> None:
+        """All members have failed: waiting requests are answered with the reasons, because none is held then."""
+        while (request := self.queue.pop()) is not None:
+            request.try_now()
 
     def oldest_wait_s(self) -> float:
         now = time.monotonic()
         return max((now - one.arrived_s for one in self.queue.oldest()), default=0.0)
 
-    def standing(self) -> str:
-        """All members in words."""
-        return ", ".join(map(_words, self.members)) or f"no server of {self.model} is running"
+    # for people
 
-    def all_failed(self) -> str:
-        return told_if_all_failed(self.members)
+    def status_text(self) -> str:
+        """The states of all members."""
+        return ", ".join(one.status_text() for one in self.members) or f"no server of {self.model} is running"
+
+    def failure_summary(self) -> str:
+        return failure_summary(self.members)
 
     def close(self) -> None:
-        if self._alarm:
-            self._alarm.cancel()
-
-
-def _words(member: ServingMember) -> str:
-    if member.state is State.READY and member.judged is Judgement.HUNG:
-        return f"{member.name} is hung"
-    if member.state is State.READY and (member.declined or member.leaving):
-        return f"{member.name} is draining"
-    return f"{member.name} is {member.state}"
+        if self._timer:
+            self._timer.cancel()

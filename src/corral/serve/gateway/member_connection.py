@@ -1,4 +1,4 @@
-"""One connection from the proxy to a member; it carries one request at a time and is kept for the next."""
+"""One connection from the gateway to a member; it carries one request at a time and is kept for the next."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class Receiver(Protocol):
 
 
 class Owner(Protocol):
-    """Whose connections these are: it takes one back for the next request, and is told of one that ended."""
+    """The member that a connection leads to: it keeps the connection for the next request."""
 
-    def take_back(self, connection: Upstream) -> bool: ...
+    def keep_connection(self, connection: MemberConnection) -> bool: ...
 
-    def lost(self, connection: Upstream) -> None: ...
+    def connection_lost(self, connection: MemberConnection) -> None: ...
 
 
-class Upstream(asyncio.Protocol):
+class MemberConnection(asyncio.Protocol):
     """Bytes of an answer go to the request that the connection carries; a connection without one is idle."""
 
     def __init__(self, owner: Owner) -> None:
@@ -53,7 +53,7 @@ class Upstream(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
         sock = transport.get_extra_info("socket")
-        # a node that lost its power says nothing more: without these, a request would wait for an answer for ever
+        # a node that lost its power sends nothing more: without these, a request would wait for an answer for ever
         for option, value in (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
             with contextlib.suppress(OSError, AttributeError):
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -71,7 +71,7 @@ class Upstream(asyncio.Protocol):
         self._transport.writelines(parts)
 
     def drop(self) -> None:
-        """Close at once, whatever it carries; nobody is told."""
+        """Close at once, whatever it carries, without a call of `broke`."""
         self._receiver = None
         if self._transport is not None:
             self._transport.abort()
@@ -82,7 +82,7 @@ class Upstream(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         receiver = self._receiver
-        if receiver is None:  # nothing was asked
+        if receiver is None:  # no request is under way
             self.drop()
             return
         try:
@@ -100,7 +100,7 @@ class Upstream(asyncio.Protocol):
         if self._reader.complete and self._receiver is receiver:  # it may have been dropped meanwhile
             self._finish(receiver)
 
-    # what the reader tells
+    # called by the reader
 
     def answer(self, status: int, headers: Headers) -> None:
         if self._receiver is not None:
@@ -112,7 +112,7 @@ class Upstream(asyncio.Protocol):
     def _finish(self, receiver: Receiver) -> None:
         self._receiver = None
         receiver.read()
-        if self._reader.keep and self.open and self._owner.take_back(self):
+        if self._reader.keep and self.open and self._owner.keep_connection(self):
             self.reused = True
             if self._transport is not None:
                 self._transport.resume_reading()  # a slow client may have paused it with its last bytes
@@ -126,7 +126,7 @@ class Upstream(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
-        self._owner.lost(self)
+        self._owner.connection_lost(self)
         receiver, self._receiver = self._receiver, None
         if receiver is not None:
             receiver.broke("the connection was reset" if exc else "the connection ended", stale=self.reused)

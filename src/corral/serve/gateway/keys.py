@@ -1,6 +1,6 @@
-"""Keys of a gateway's clients: who may ask, for which models, and how much. Only hashes are kept.
+"""The file of clients' keys: each with its models and its limits. Only hashes are kept.
 
-Every gateway of this home takes them, beside the key of each fleet or deployment that it serves.
+Every gateway of this home accepts them, beside the key of each fleet or deployment that it serves.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def keys_file() -> Path:
 
 
 def digest_of(key: bytes) -> bytes:
-    """What a key is known by; it is random and long, so one round is enough."""
+    """The hash of a key; keys are random and long, so one round is enough."""
     return hashlib.sha256(key).digest()
 
 
@@ -54,7 +54,7 @@ def read_keys() -> tuple[ClientKey, ...]:
 
 
 def add_key(name: str, rpm: int | None = None, tpm: int | None = None, models: tuple[str, ...] = ()) -> str:
-    """Make a key; it is returned once, and kept nowhere."""
+    """Make a key; it is returned once, and stored only as a hash."""
     if not name.strip() or len(name) > LONGEST_NAME or not name.isprintable():
         raise UsageError(f"{name!r} cannot be the name of a key.", f"Use 1 to {LONGEST_NAME} printable characters.")
     key = secrets.token_urlsafe(32)
@@ -70,7 +70,7 @@ def add_key(name: str, rpm: int | None = None, tpm: int | None = None, models: t
 
 
 def remove_key(name: str) -> None:
-    """Gateways stop taking it within seconds."""
+    """Remove a key; gateways refuse it within seconds."""
     with _lock():
         before = read_keys()
         after = tuple(one for one in before if one.name != name)

@@ -12,9 +12,9 @@ from collections import deque
 from typing import Protocol, cast
 
 from corral.client.http1 import BadMessageError, Headers, HeadTooLongError, RequestReader, has_token, response
-from corral.serve.proxy.host import Host
-from corral.serve.proxy.relay import Relay
-from corral.serve.proxy.request import Request
+from corral.serve.errors import error_body
+from corral.serve.gateway.relay import Relay, RelayHost
+from corral.serve.gateway.request import ForwardedRequest, Request
 
 LARGEST_AHEAD_BYTES = 1 << 18  # of requests sent before the last was answered
 SLOWEST_BYTES_PER_S = 16_384
@@ -30,46 +30,49 @@ class RefusedError(Exception):
         self.status, self.message = status, message
 
 
-class FrontHost(Host, Protocol):
-    """The server, seen from one of its clients' connections."""
+class ConnectionHost(RelayHost, Protocol):
+    """The gateway, as a client's connection sees it."""
 
-    fronts: set[Front]
+    connections: set[ClientConnection]
+
+    def handle(self, request: Request, is_local: bool) -> ForwardedRequest | bytes:
+        """Accept a request, or answer it; `is_local`: it comes from this machine."""
 
 
-class Front(asyncio.Protocol):
-    """Reads requests, hands each to a relay, writes its answer."""
+class ClientConnection(asyncio.Protocol):
+    """Reads requests, gives each to a relay, writes its answer."""
 
     __slots__ = (
-        "_ahead_bytes", "_body", "_expects", "_from_here", "_handling", "_head", "_host", "_http_10", "_paused",
+        "_ahead_bytes", "_body", "_expects", "_gateway", "_handling", "_head", "_http_10", "_is_local", "_paused",
         "_reader", "_refused", "_relay", "_since_s", "_transport", "_waiting", "closing",
     )  # fmt: skip
 
-    def __init__(self, host: FrontHost) -> None:
-        self._host = host
+    def __init__(self, gateway: ConnectionHost) -> None:
+        self._gateway = gateway
         self._transport: asyncio.Transport | None = None
         self._reader = RequestReader(self)
         self._head: tuple[bytes, bytes, Headers, bool] = (b"", b"", [], False)
         self._http_10 = False  # of the request that is being answered
         self._body = bytearray()
         self._waiting: deque[Request] = deque()  # whole, behind the one that is being answered
-        self._refused: RefusedError | None = None  # told when those have their answers
+        self._refused: RefusedError | None = None  # answered after those
         self._relay: Relay | None = None
         self._ahead_bytes = 0
-        self._paused = self._handling = self._expects = self._from_here = False
-        self._since_s = _now()  # of what is now waited for
+        self._paused = self._handling = self._expects = self._is_local = False
+        self._since_s = _now()  # when the current wait began
         self.closing = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
         peer = transport.get_extra_info("peername")
-        self._from_here = peer is not None and (str(peer[0]).startswith("127.") or peer[0] == "::1")
-        self._host.fronts.add(self)
-        if len(self._host.fronts) > self._host.limits.connections:
+        self._is_local = peer is not None and (str(peer[0]).startswith("127.") or peer[0] == "::1")
+        self._gateway.connections.add(self)
+        if len(self._gateway.connections) > self._gateway.limits.connections:
             self._refuse(RefusedError(503, "too many connections"))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
-        self._host.fronts.discard(self)
+        self._gateway.connections.discard(self)
         self._release()
         relay, self._relay = self._relay, None
         if relay is not None:
@@ -90,9 +93,9 @@ class Front(asyncio.Protocol):
             self._relay.pause(False)
 
     def done(self) -> None:
-        """The request is answered: on to the next."""
+        """The request is answered: handle the next."""
         self._relay, self._since_s = None, _now()
-        if self.closing or self._host.ending:
+        if self.closing or self._gateway.ending:
             self.close()
             return
         if self._paused and self._transport is not None:
@@ -102,23 +105,23 @@ class Front(asyncio.Protocol):
             self._next()
 
     def close(self) -> None:
-        """After what was written."""
+        """Close once all that was written is sent."""
         if self._transport is not None:
             self._transport.close()
 
     def end(self) -> None:
-        """The server ends: so does what is being answered."""
+        """The gateway ends, and with it the request that is being answered."""
         if self._relay is not None:
             self._relay.cut_short()
         self.close()
 
     def cut(self) -> None:
-        """End in the middle of an answer, such that the client cannot take it for whole."""
+        """End in the middle of an answer in a way that the client cannot mistake for its end."""
         self._relay = None
         transport = self._transport
         if transport is None:
             return
-        if self._http_10:  # such an answer ends with its connection: only a reset tells
+        if self._http_10:  # such an answer ends with its connection: only a reset shows the cut
             with contextlib.suppress(OSError):
                 sock = transport.get_extra_info("socket")
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -151,27 +154,27 @@ class Front(asyncio.Protocol):
             self._expects = False
             self.write(CONTINUE)
 
-    # what the reader tells
+    # called by the reader
 
     def request(self, method: bytes, target: bytes, http_10: bool, headers: Headers) -> None:
         self._head = method, target, headers, http_10
         self._since_s = _now()
         named = self._reader.named
         announced = int(named.get(b"content-length", b"0"))
-        if announced > self._host.limits.body_bytes:
+        if announced > self._gateway.limits.body_bytes:
             raise self._too_long()
         self._expects = b"expect" in named and has_token(headers, b"expect", b"100-continue")
 
     def body(self, data: bytes) -> None:
         self._body += data
-        self._host.held_bytes += len(data)
-        if len(self._body) > self._host.limits.body_bytes:
+        self._gateway.held_bytes += len(data)
+        if len(self._body) > self._gateway.limits.body_bytes:
             raise self._too_long()
-        if self._host.held_bytes > self._host.limits.held_bytes:
+        if self._gateway.held_bytes > self._gateway.limits.held_bytes:
             raise RefusedError(503, "too many large requests at once")
 
     def _too_long(self) -> RefusedError:
-        return RefusedError(413, f"the request is longer than {self._host.limits.body_bytes:,} bytes")
+        return RefusedError(413, f"the request is longer than {self._gateway.limits.body_bytes:,} bytes")
 
     def complete(self, keep: bool) -> None:
         body, self._body = self._body, bytearray()
@@ -180,7 +183,7 @@ class Front(asyncio.Protocol):
     # handling
 
     def _next(self) -> None:
-        """Give on what waits, in a loop: a request that is answered at once must not lead to a call in a call."""
+        """Handle what waits, in a loop: requests that are answered at once must not nest calls."""
         if self._handling:
             return
         self._handling = True
@@ -195,17 +198,17 @@ class Front(asyncio.Protocol):
     def _handle(self, request: Request) -> None:
         self._http_10, self._ahead_bytes = request.http_10, 0
         self.closing = request.http_10 or not request.keep
-        taken = self._host.take(request, self._from_here)
-        if isinstance(taken, bytes):
-            self._host.held_bytes -= len(request.body)
-            self.write(taken)
+        answer = self._gateway.handle(request, self._is_local)
+        if isinstance(answer, bytes):
+            self._gateway.held_bytes -= len(request.body)
+            self.write(answer)
             self.done()
         else:
-            self._relay = Relay(self._host, self, request, taken)
+            self._relay = Relay(self._gateway, self, request, answer)
             self._relay.start()
 
     def _release(self) -> None:
-        self._host.held_bytes -= len(self._body) + sum(len(request.body) for request in self._waiting)
+        self._gateway.held_bytes -= len(self._body) + sum(len(request.body) for request in self._waiting)
         self._body = bytearray()
         self._waiting.clear()
 
@@ -213,21 +216,16 @@ class Front(asyncio.Protocol):
         """Answer what cannot be passed on, and close: what follows cannot be understood."""
         self.closing, self._refused = True, refused
         self._release()
-        self._host.figures.requests += 1
-        self._host.figures.failed += 1
-        error = {
-            "message": f"{self._host.title}: {refused.message}",
-            "type": "invalid_request_error",
-            "param": None,
-            "code": refused.status,
-        }
-        body = json.dumps({"error": error}).encode()
+        self._gateway.figures.requests += 1
+        self._gateway.figures.failed += 1
+        text = f"{self._gateway.title}: {refused.message}"
+        body = json.dumps(error_body(text, "invalid_request_error", refused.status)).encode()
         self.write(response(refused.status, body, extra=b"connection: close\r\n"))
         self.close()
 
     def sweep(self, now_s: float) -> None:
         """End connections that send too slowly, or nothing for long."""
-        waited, limits = now_s - self._since_s, self._host.limits
+        waited, limits = now_s - self._since_s, self._gateway.limits
         if self._relay is not None or self.closing:
             return
         if self._reader.receiving:

@@ -1,4 +1,4 @@
-"""Requests that wait for a place, and who of them is next: each key gets its share of the tokens, not of requests.
+"""Requests that wait for a member: each key gets its share of the tokens, not of the requests.
 
 Start-time fair queueing: a key's next request starts, on a clock of tokens served, where its last one ended, or now
 if the key had nothing waiting. The lowest start is next. So a key with ten thousand waiting requests delays another's
@@ -39,7 +39,7 @@ class FairQueue(Generic[T]):
             self._ends = {name: end for name, end in self._ends.items() if end > self._now or name in self._waiting}
 
     def correct(self, key: str, tokens: float) -> None:
-        """A request took so much more (or less) than was thought."""
+        """A request took that many tokens more (or less) than expected."""
         if key in self._ends:
             self._ends[key] += tokens
 
@@ -52,7 +52,7 @@ class FairQueue(Generic[T]):
         self.count += 1
 
     def put_back(self, key: str, item: T, tokens: float) -> None:
-        """It was its turn, and nobody took it: it is the first of its key again."""
+        """Its turn came and no member had room: it is the first of its key again."""
         self.push(key, item, tokens)
         self._waiting[key].move_to_end(item, last=False)
 
@@ -60,16 +60,16 @@ class FairQueue(Generic[T]):
         items = self._waiting.get(key)
         if items and item in items:
             del items[item]
-            self._taken(key, items)
+            self._removed(key, items)
 
     def pop(self) -> T | None:
-        """Whose turn it is; `served` is to be called when it begins."""
+        """The next request; `served` is to be called when it begins."""
         if not self.count:
             return None
         key = min(self._waiting, key=self._start)
         items = self._waiting[key]
         item, _ = items.popitem(last=False)
-        self._taken(key, items)
+        self._removed(key, items)
         return item
 
     def oldest(self) -> list[T]:
@@ -79,7 +79,7 @@ class FairQueue(Generic[T]):
     def _start(self, key: str) -> float:
         return self._ends.get(key, 0.0)
 
-    def _taken(self, key: str, items: OrderedDict[T, float]) -> None:
+    def _removed(self, key: str, items: OrderedDict[T, float]) -> None:
         self.count -= 1
         if not items:
             del self._waiting[key]

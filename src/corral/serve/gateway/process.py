@@ -1,0 +1,266 @@
+"""A gateway as a process: its port, the files that tell where it listens, its end by a signal.
+
+`corral gateway` writes a file into the folder of each fleet that it serves, `corral proxy` one into the folder of its
+deployment. Both come back on the port that they had.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import signal
+import socket
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from corral.base.errors import ConflictError, CorralError, UsageError
+from corral.base.files import write_atomic
+from corral.base.processes import only_lingering, own_identity, port_refused
+from corral.base.record import dump_json, load_json
+from corral.client.client import run as run_loop
+from corral.deploy.deployment.folder import DeploymentFolder
+from corral.serve.fleet.record import (
+    FleetFolder,
+    GatewayAddress,
+    GatewayLoad,
+    MemberLoad,
+    held_gateways,
+    new_gateway_id,
+    read_fleet,
+)
+from corral.serve.gateway.gateway import Gateway, calm_collector
+from corral.serve.gateway.health import HealthMonitor
+from corral.serve.gateway.pages import Figures
+from corral.serve.gateway.policies import NEWEST
+from corral.serve.gateway.relay import GatewayLimits
+from corral.serve.gateway.watcher import GatewaySnapshot, Source, Watcher
+
+FIRST_PORT, PORTS = 18_000, 2_000
+LOAD_S = 1.0
+ENDING_S = 10.0  # for running requests when the gateway is told to end
+LIMITS = GatewayLimits()
+
+
+@dataclass(frozen=True)
+class GatewayProcess:
+    """How to run one gateway."""
+
+    sources: Sequence[Source]
+    host: str
+    port: int
+    route: str
+    id: str = ""  # the name of its files in the folders of fleets
+    proxy: DeploymentFolder | None = None  # it is the proxy of this deployment
+    limits: GatewayLimits = LIMITS
+
+    def fleets(self) -> list[FleetFolder]:
+        return [one.fleet for one in self.sources if one.fleet is not None]
+
+    def address_files(self) -> list[Path]:
+        """The files that tell where it listens; not in folders that are gone."""
+        files = [folder.gateway(self.id) for folder in self.fleets() if folder.record.is_file()]
+        return [*files, self.proxy.proxy] if self.proxy is not None and self.proxy.record.is_file() else files
+
+    @property
+    def title(self) -> str:
+        return "corral gateway" if self.proxy is None else "corral proxy"
+
+    @property
+    def port_remedy(self) -> str:
+        return f"End it, or {'choose another port' if self.proxy is None else 'move the proxy for good'} with --port."
+
+
+def gateway_process(sources: Sequence[Source], host: str, port: int | None, route: str) -> GatewayProcess:
+    """A gateway on the given port; or where an ended gateway of these fleets was; or where the names lead."""
+    wanted = GatewayProcess(sources, host, port or 0, route)
+    for folder in wanted.fleets():
+        held = held_gateways(folder)
+        for path in sorted(folder.gateways.glob("*.json")):
+            if path.name.endswith(".load.json") or path.stem in held:
+                continue
+            saved = _read_address(path)
+            if saved and saved.host == host and (port or saved.port) == saved.port and _is_usable(host, saved.port):
+                return replace(wanted, id=path.stem, port=saved.port)
+    own = [read_fleet(folder).port for folder in wanted.fleets()]
+    chosen = port or next((one for one in own if one and _is_usable(host, one)), None)
+    name = " ".join(one.name for one in sources)
+    return replace(wanted, id=new_gateway_id(), port=chosen or free_port(host, name))
+
+
+def proxy_process(
+    folder: DeploymentFolder, host: str, port: int | None, limits: GatewayLimits = LIMITS
+) -> GatewayProcess:
+    """The proxy of a deployment: on the given port, on the one that it had, or where the name leads."""
+    if (held := held_proxy(folder)) and held.holder:
+        raise ConflictError(
+            f"a proxy for {folder.name!r} is already running: {held.url} (process {held.holder.pid}).",
+            f"Use it, or end it: kill {held.holder.pid}",
+        )
+    saved = _read_address(folder.proxy)
+    chosen = port or (saved.port if saved and saved.host == host else free_port(host, folder.name))
+    return GatewayProcess([Source(folder.name)], host, chosen, NEWEST, proxy=folder, limits=limits)
+
+
+def held_proxy(folder: DeploymentFolder) -> GatewayAddress | None:
+    """The proxy of a deployment that runs on this machine, if one does."""
+    saved = _read_address(folder.proxy)
+    return saved if saved and saved.holder and saved.holder.is_here() and not saved.holder.is_gone() else None
+
+
+def _read_address(path: Path) -> GatewayAddress | None:
+    with contextlib.suppress(OSError, CorralError):
+        return load_json(GatewayAddress, path)
+    return None
+
+
+# Ports
+
+
+def free_port(host: str, name: str) -> int:
+    """A port that depends on the name only, so that it comes back; or the next that is free."""
+    start = zlib.crc32(name.encode())
+    for step in range(PORTS):
+        port = FIRST_PORT + (start + step) % PORTS
+        if _is_free(host, port):
+            return port
+    raise ConflictError(f"no free port from {FIRST_PORT} on.", "Name one with --port.")
+
+
+def _is_free(host: str, port: int) -> bool:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            if error.errno in (errno.EADDRINUSE, errno.EACCES):
+                return False
+            raise UsageError(f"{host} is not an address of this machine.", "Use 127.0.0.1.") from None
+    return True
+
+
+def _is_usable(host: str, port: int) -> bool:
+    """Whether nothing listens there; connections of an ended gateway may still linger."""
+    return _is_free(host, port) or only_lingering(port)
+
+
+# The process
+
+
+def run_gateway(process: GatewayProcess, ready: Callable[[str], None], say: Callable[[str], None]) -> Figures:
+    """Serve until a signal; `ready` is told the URL once it listens."""
+    return run_loop(_serve(process, ready, say))
+
+
+async def _serve(process: GatewayProcess, ready: Callable[[str], None], say: Callable[[str], None]) -> Figures:
+    calm_collector()
+    loop = asyncio.get_running_loop()
+    gateway = Gateway(process.route, process.limits, say, process.title)
+    with _ended_by_signal(loop) as ending:
+        try:
+            await gateway.listen(process.host, process.port)
+        except OSError as error:
+            raise port_refused(process.port, process.host, error, process.port_remedy) from None
+        watcher = Watcher(process.sources, lambda snapshot: _tell(loop, gateway, snapshot))
+        _tell(loop, gateway, await asyncio.to_thread(watcher.read))
+        await asyncio.to_thread(_write_address, process, gateway)
+        watcher.start()
+        tasks = [asyncio.ensure_future(HealthMonitor(gateway).run())]
+        tasks.append(asyncio.ensure_future(_write_files(process, gateway)))
+        try:
+            ready(gateway.url)
+            await ending.wait()
+        finally:
+            watcher.stop()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await gateway.close(ENDING_S)
+            await asyncio.to_thread(_release_address, process)
+    return gateway.figures
+
+
+@contextlib.contextmanager
+def _ended_by_signal(loop: asyncio.AbstractEventLoop) -> Iterator[asyncio.Event]:
+    ending = asyncio.Event()
+    signals = (signal.SIGINT, signal.SIGTERM)
+    for number in signals:
+        loop.add_signal_handler(number, ending.set)
+    try:
+        yield ending
+    finally:
+        for number in signals:
+            loop.remove_signal_handler(number)
+
+
+def _tell(loop: asyncio.AbstractEventLoop, gateway: Gateway, snapshot: GatewaySnapshot) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop has ended
+        loop.call_soon_threadsafe(gateway.update, snapshot.readings, snapshot.grants)
+
+
+# Files
+
+
+def _write_address(process: GatewayProcess, gateway: Gateway, again: bool = False) -> None:
+    """Write where it listens; `again`: only where a new deployment of the same name has replaced the folder."""
+    address = dump_json(GatewayAddress(process.host, process.port, own_identity(), tuple(gateway.pools)))
+    for path in [path for path in process.address_files() if not (again and path.exists())]:
+        with contextlib.suppress(OSError):  # its folder may be gone
+            if process.proxy is None:
+                path.parent.mkdir(mode=0o700, exist_ok=True)
+            write_atomic(path, address)
+
+
+def _release_address(process: GatewayProcess) -> None:
+    """No process holds the port any more; it stays reserved for the next one."""
+    for path in process.address_files():
+        saved = _read_address(path)
+        if saved and saved.holder == own_identity():
+            with contextlib.suppress(OSError):
+                write_atomic(path, dump_json(replace(saved, holder=None)))
+    for folder in process.fleets():
+        with contextlib.suppress(OSError):
+            folder.gateway_load(process.id).unlink(missing_ok=True)
+
+
+async def _write_files(process: GatewayProcess, gateway: Gateway) -> None:
+    """The address, and what it has to do for each fleet, while it runs."""
+    while True:
+        await asyncio.to_thread(_write_address, process, gateway, True)
+        for folder in process.fleets():
+            text = dump_json(fleet_load(gateway, folder.name))
+            with contextlib.suppress(OSError):
+                await asyncio.to_thread(write_atomic, folder.gateway_load(process.id), text)
+        await asyncio.sleep(LOAD_S)
+
+
+def fleet_load(gateway: Gateway, fleet: str) -> GatewayLoad:
+    """What a gateway has to do for one fleet, now."""
+    own = [one for one in gateway.members if one.source == fleet]
+    pools = [pool for pool in gateway.pools.values() if any(one.source == fleet for one in pool.members)]
+    now = time.monotonic()
+    bins = [pool.arrivals.bins(now) for pool in pools]
+    behind_s = time.time() - now
+    members = {
+        one.name: MemberLoad(
+            len(one.active),
+            round(one.work_tokens),
+            one.tokens_per_s * max(1, one.width),
+            one.progress.moved_s + behind_s if one.progress.moved_s else 0.0,
+            one.judged,
+        )
+        for one in own
+    }
+    return GatewayLoad(
+        time.time(),
+        sum(len(one.active) for one in own),
+        sum(len(pool.queue) for pool in pools),
+        round(sum(one.work_tokens for one in own)),
+        tuple(map(sum, zip(*(one[0] for one in bins), strict=True))),
+        tuple(map(sum, zip(*(one[1] for one in bins), strict=True))),
+        max((pool.oldest_wait_s() for pool in pools), default=0.0),
+        members,
+        sum(sum(pool.e2e.counts) for pool in pools),
+    )

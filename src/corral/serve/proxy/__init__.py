@@ -1,1 +1,0 @@
-"""One local address for a chain of deployments: new requests go to the newest that is ready, running ones finish."""
