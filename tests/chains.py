@@ -20,7 +20,7 @@ def write_chain(name: str, *successors: str, max_jobs: int | None = None, closed
 def write_old_chain(name: str, *successors: str) -> DeploymentFolder:
     """Make a deployment the first of a chain as versions before 0.2 did."""
     folder = DeploymentFolder.of(name)
-    folder.successors.write_text(json.dumps({"successors": successors, "max_jobs": 3, "closed": ""}))
+    (folder.path / "successors.json").write_text(json.dumps({"successors": successors, "max_jobs": 3, "closed": ""}))
     old_request = {"model": "m", "name": name, "renew": True, "max_jobs": 3, "follows": "", "port": 8000}
-    folder.request.write_text(json.dumps(old_request))
+    (folder.path / "wish.json").write_text(json.dumps(old_request))
     return folder

@@ -17,7 +17,7 @@ from corral.base.processes import Identity, own_identity
 from corral.base.record import dump_json, load_json
 from corral.client.client import CHAT, Client
 from corral.client.endpoint import Endpoint
-from corral.deploy.deployment.folder import DeploymentFolder, chain_of
+from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.deployment.state import Reason, State
 from corral.deploy.lifecycle import bringup, deployments
 from corral.deploy.lifecycle.bringup import ClaimHooks
@@ -28,6 +28,7 @@ from corral.serve.fleet import keeper
 from corral.serve.fleet.chain import (
     ADOPTED,
     OldChain,
+    chain_of,
     close_chain,
     first_of,
     members,
@@ -77,7 +78,7 @@ FOLLOWED = ["forget", "add"]
         ({}, ALONE, [], ""),
         ({"last_request_s": NOW + 1001}, ALONE, [], ""),
         ({"last_request_s": NOW + 1000}, ALONE, ["add"], "1 job nears its end, and a replacement takes 1000 s"),
-        ({"last_request_s": NOW - 5}, ALONE, ["leave", "add"], ""),
+        ({"last_request_s": NOW - 5}, ALONE, ["add"], ""),
         ({"last_request_s": NOW + 10, "state": State.DRAINING}, ALONE, ["add"], ""),
         ({"last_request_s": NOW + 10}, chain_of_jobs(3, 3), [], ""),
         ({"last_request_s": NOW + 10}, chain_of_jobs(2, 3), ["add"], ""),
@@ -369,16 +370,19 @@ def test_a_wait_is_told_once_for_each_state(first: DeploymentFolder, monkeypatch
     assert said[1].startswith("it's kept is ready for 3600 s more; a successor needs ")
 
 
-def test_a_chain_is_checked_no_later_than_something_is_due(first: DeploymentFolder) -> None:
+def test_a_chain_is_checked_no_later_than_something_is_due(
+    first: DeploymentFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one = Keeper(chain_at(first), quiet)
     one.pacer.leads = {"m": (100.0, 600.0)}  # and a margin of 5 s
     fleet = read_fleet(chain_at(first))
     assert one.pacer.replacement_s == 705
-    keeper.CHAIN_LOOK_S = 15.0
-    one.facts = {"m": replace(SERVING, last_request_s=NOW + 709)}
-    assert one.pause_s(fleet, NOW) == pytest.approx(4)
-    one.facts = {"m": SERVING}
-    assert one.pause_s(fleet, NOW) == 15
+    monkeypatch.setattr(keeper, "CHAIN_LOOK_S", 15.0)
+    one.facts = {"m": replace(SERVING, last_request_s=time.time() + 709)}
+    assert one.pause_s(fleet, acted=False, once=False) == pytest.approx(4, abs=0.5)
+    assert one.pause_s(fleet, acted=True, once=False) == 0
+    one.facts = {"m": replace(SERVING, last_request_s=time.time() + 3600)}
+    assert one.pause_s(fleet, acted=False, once=False) == 15
 
 
 def test_how_early_a_successor_is_submitted(first: DeploymentFolder) -> None:
@@ -416,7 +420,7 @@ def test_a_successor_has_the_chains_key_and_a_request_comes_back_from_its_file(f
     request = bringup.DeployRequest(
         model="m", target_options={"time": "1:00", "extra": {"a": 1}}, fixed={"tensor": 2}, extra_args=("--x",)
     )
-    write_atomic(first.request, dump_json(request))
+    write_atomic(chain_at(first).request, dump_json(request))
     assert load_request(chain_at(first)) == request
 
 
@@ -441,7 +445,7 @@ def test_a_chain_of_an_earlier_version_is_shown_and_ended(corral: Corral) -> Non
     done = corral("down", "old")
     assert done.code == 0, done.err
     assert done.out.splitlines() == ["old~2: stopped", "old: stopped"]
-    assert json.loads(folder.successors.read_text())["closed"] == "ended by `corral down`"
+    assert json.loads((folder.path / "successors.json").read_text())["closed"] == "ended by `corral down`"
     assert "no more: ended by `corral down`" in corral("status", "old").out
 
 
@@ -454,7 +458,9 @@ def test_a_chain_of_an_earlier_version_is_kept_by_this_one(first: DeploymentFold
     second.job.write_text("{}")
     chain = open_chain(first)
     assert load_request(chain).model == "m"  # keys that are no longer written are passed over
-    assert load_json(OldChain, first.successors).closed == ADOPTED  # its own keeper submits nothing more
+    assert (
+        load_json(OldChain, first.path / "successors.json").closed == ADOPTED
+    )  # its own keeper submits nothing more
     assert open_chain(first) == chain
     keep(chain, quiet, once=True)
     assert jobs_of(first) == ["it's kept", "it's kept~2", "it's kept~3"]

@@ -18,7 +18,7 @@ from corral.cli.up_fleet import bring_up_fleet, checked, curl_lines
 from corral.client.client import CHAT, Client
 from corral.client.endpoint import Endpoint
 from corral.deploy.deployment.diagnosis import last_lines
-from corral.deploy.deployment.folder import chain_of, open_folder
+from corral.deploy.deployment.folder import open_folder
 from corral.deploy.deployment.start_times import duration
 from corral.deploy.deployment.state import Patience
 from corral.deploy.launch.paste import masked
@@ -31,6 +31,7 @@ from corral.deploy.targets.base import Queue, load_target
 from corral.engines.runtimes.base import RUNTIMES, parse_options
 from corral.lab.report.screen import PhaseScreen, explain, print_json
 from corral.plan.settings import parse_assignments
+from corral.serve.fleet.chain import chain_of
 from corral.serve.fleet.creation import FleetOrder, parse_size, preview
 from corral.serve.fleet.start import bring_up, bring_up_chain
 from corral.serve.gateway.policies import POLICIES

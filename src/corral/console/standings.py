@@ -23,12 +23,13 @@ from corral.base.record import load_json, to_json
 from corral.console.commands import line_of
 from corral.console.phases import Start, phases_of, ready_at_s
 from corral.deploy.deployment.events import read_events
-from corral.deploy.deployment.folder import DeploymentFolder, all_folders, chain_of
+from corral.deploy.deployment.folder import DeploymentFolder, all_folders
 from corral.deploy.deployment.state import ENDED
 from corral.deploy.launch.paste import is_secret_name
 from corral.deploy.lifecycle.deployments import Record, Status, expected_of, status, target_of, unreadable
 from corral.deploy.lifecycle.members import HeldJob, RankMember, held_job, members
 from corral.deploy.targets.base import Queue
+from corral.serve.fleet.chain import chain_of
 from corral.serve.fleet.record import FleetFolder, all_fleets
 from corral.serve.fleet.status import fleet_status
 

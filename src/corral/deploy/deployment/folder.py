@@ -10,8 +10,7 @@
       token               by which the agents of several nodes, and Ray, know each other (0600)
       job.json            the batch job, on SLURM; job.sh is its script, job.log its output
       node/               the agent and the guard, as they were at launch
-      successors.json     the deployments that follow this one, where it is renewed
-      wish.json           what they are made from; renewal.log says what was done for it
+      renewal.log         what was done so that another job follows this one, where it is renewed
       proxy.json          the port of `corral proxy`, and who holds it
       rank0/spec.json     what the agent of rank 0 runs
       rank0/events.jsonl  its journal; rank0/heartbeat.json, agent.json, engine.json, stop beside it
@@ -24,7 +23,6 @@ Names may hold spaces, quotes and other characters; folder names are made safe b
 
 from __future__ import annotations
 
-import re
 import secrets
 import shutil
 from dataclasses import dataclass
@@ -74,11 +72,6 @@ def set_aside(folder: Path) -> None:
         make_private_dir(old.parent)
         shutil.rmtree(old, ignore_errors=True)
         folder.rename(old)
-
-
-def chain_of(name: str) -> str:
-    """The name that a chain goes by: `NAME` of `NAME~2`."""
-    return re.sub(r"~\d+$", "", name)
 
 
 @dataclass(frozen=True)
@@ -140,22 +133,8 @@ class DeploymentFolder:
         return self.path / "tunnel.log"
 
     @property
-    def successors(self) -> Path:
-        """The deployments that follow this one."""
-        return self.path / "successors.json"
-
-    @property
-    def successors_lock(self) -> Path:
-        return self.path / "successors.lock"
-
-    @property
-    def request(self) -> Path:
-        """What was asked for, so that a successor can be made from it."""
-        return self.path / "wish.json"
-
-    @property
     def proxy(self) -> Path:
-        """The port of the proxy in front of the chain, and who holds it."""
+        """The port of the proxy in front of it, and who holds it."""
         return self.path / "proxy.json"
 
     @property

@@ -26,7 +26,7 @@ from corral.base.home import home_dir
 from corral.base.record import dump_json, load_json, to_json
 from corral.base.shell import run
 from corral.base.ssh import Forward
-from corral.deploy.deployment.folder import DeploymentFolder, chain_of
+from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.deployment.state import Reason, State
 from corral.deploy.launch.links import Node, Ports
 from corral.deploy.launch.render import LaunchSpec, PlacedFile, agent_spec
@@ -473,9 +473,9 @@ def _not_ended(job: SlurmJob) -> UnreachableError:
 
 
 def _renewer(deployment: str) -> str:
-    """The command that looks after what follows; the nodes share this machine's file system, and so this Python."""
+    """The command that submits what follows a job; the nodes share this machine's files, and so this Python."""
     home = f"CORRAL_HOME={shlex.quote(str(home_dir()))}"
-    return f"{home} {shlex.join([sys.executable, '-m', 'corral', 'renew', chain_of(deployment)])}"
+    return f"{home} {shlex.join([sys.executable, '-m', 'corral', 'renew', deployment])}"
 
 
 def _words(seconds: float) -> str:

@@ -7,16 +7,18 @@ written into it before the deployment is made, so that a successor that was begu
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from corral.base.errors import ConflictError, CorralError, NotFoundError, UsageError
 from corral.base.files import write_atomic
 from corral.base.lock import FileLock, exclusive_lock, telling
 from corral.base.record import dump_json, load_json
 from corral.deploy.deployment.events import append_event
-from corral.deploy.deployment.folder import DeploymentFolder, all_folders, chain_of, open_folder
+from corral.deploy.deployment.folder import DeploymentFolder, all_folders, open_folder
 from corral.deploy.deployment.state import ENDED, State
 from corral.deploy.lifecycle import deployments
 from corral.serve.fleet.record import (
@@ -57,11 +59,16 @@ def read_chain(folder: DeploymentFolder) -> Fleet | None:
 
 
 def open_chain(folder: DeploymentFolder) -> FleetFolder:
-    """The chain that a deployment begins, with a record that can be changed."""
-    chain = FleetFolder(folder.path)
-    if not chain.record.is_file():
-        _adopt_old_chain(folder)
-    return chain
+    """The chain that a deployment belongs to, with a record that can be changed."""
+    first = DeploymentFolder.of(first_of(folder.name))
+    if not FleetFolder(first.path).record.is_file():
+        _adopt_old_chain(first)
+    return FleetFolder(first.path)
+
+
+def chain_of(name: str) -> str:
+    """The name that a chain goes by: `NAME` of `NAME~2`."""
+    return re.sub(r"~\d+$", "", name)
 
 
 def successor_name(name: str, number: int) -> str:
@@ -176,9 +183,13 @@ class OldChain:
     closed: str = ""
 
 
+def _old_file(folder: DeploymentFolder) -> Path:
+    return folder.path / "successors.json"
+
+
 def _read_old_chain(folder: DeploymentFolder) -> Fleet | None:
     try:
-        old = load_json(OldChain, folder.successors)
+        old = load_json(OldChain, _old_file(folder))
     except FileNotFoundError:
         return None
     jobs = tuple(FleetMember(name) for name in (folder.name, *old.successors))
@@ -186,27 +197,29 @@ def _read_old_chain(folder: DeploymentFolder) -> Fleet | None:
 
 
 def _old_chain_lock(folder: DeploymentFolder, say: Callable[[str], None] | None = None) -> FileLock:
-    return exclusive_lock(folder.successors_lock, telling(f"what follows {folder.name}", say), silent_s=OLD_LOCK_S)
+    return exclusive_lock(
+        folder.path / "successors.lock", telling(f"what follows {folder.name}", say), silent_s=OLD_LOCK_S
+    )
 
 
 def _close_old_chain(folder: DeploymentFolder, why: str) -> Fleet | None:
-    if not folder.successors.exists():
+    if not _old_file(folder).exists():
         return None
     with _old_chain_lock(folder):
-        old = load_json(OldChain, folder.successors)
+        old = load_json(OldChain, _old_file(folder))
         if not old.closed:
-            write_atomic(folder.successors, dump_json(replace(old, closed=why)))
+            write_atomic(_old_file(folder), dump_json(replace(old, closed=why)))
     return _read_old_chain(folder)
 
 
 def _adopt_old_chain(folder: DeploymentFolder) -> None:
     """Give a chain of an earlier version a record, and let no process of that version submit anything more."""
-    if not folder.successors.exists():
+    if not _old_file(folder).exists():
         raise UsageError(f"{folder.name!r} was not started with --renew.", "Start it with `corral up MODEL --renew`.")
     with _old_chain_lock(folder):
-        chain, old = _read_old_chain(folder), load_json(OldChain, folder.successors)
+        chain, old = _read_old_chain(folder), load_json(OldChain, _old_file(folder))
         if chain is None or FleetFolder(folder.path).record.is_file():  # another process was quicker
             return
         model = load_json(deployments.Record, folder.record).served_name
         write_fleet(FleetFolder(folder.path), replace(chain, model=model))
-        write_atomic(folder.successors, dump_json(replace(old, closed=old.closed or ADOPTED)))
+        write_atomic(_old_file(folder), dump_json(replace(old, closed=old.closed or ADOPTED)))

@@ -86,7 +86,7 @@ def _keep(keeper: Keeper, wanted: Callable[[], bool], once: bool) -> str:
             keeper.say(str(error))
         if once and not acted and not keeper.is_busy():
             return keeper.waiting or "nothing is due"
-        _pause(LOOK_S if acted or once else keeper.pause_s(fleet, time.time()), wanted)
+        _pause(keeper.pause_s(fleet, acted, once), wanted)
     return "told to stop; the members keep running"
 
 
@@ -171,15 +171,17 @@ class Keeper:
             ensure_gateway(self.folder, self.say)
         return bool(steps)
 
-    def pause_s(self, fleet: Fleet, now_s: float) -> float:
-        """How long nothing can be due."""
-        if not fleet.chain:
+    def pause_s(self, fleet: Fleet, acted: bool, once: bool) -> float:
+        """How long nothing can be due; a job that was added to a chain is to be submitted at once."""
+        if not fleet.chain or once:
             return LOOK_S
+        if acted:
+            return 0.0
         if len(self.facts) > 1:
             return HANDOVER_LOOK_S
         ends_s = [one.last_request_s for one in self.facts.values() if one.last_request_s is not None]
-        due_s = min(ends_s, default=now_s + CHAIN_LOOK_S) - self.pacer.replacement_s
-        return min(CHAIN_LOOK_S, max(LOOK_S, due_s - now_s))
+        left_s = min(ends_s) - self.pacer.replacement_s - time.time() if ends_s else CHAIN_LOOK_S
+        return min(CHAIN_LOOK_S, max(0.0, left_s))
 
     def is_busy(self) -> bool:
         """Whether members are being started or stopped."""

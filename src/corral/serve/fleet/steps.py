@@ -187,9 +187,9 @@ def _is_expiring(fleet: Fleet, one: MemberFacts, now_s: float, lead_s: float) ->
 
 
 def _expiring(fleet: Fleet, one: MemberFacts, ready: int, now_s: float) -> list[FleetStep]:
-    """It leaves once its replacement serves, or its job is about to drain."""
+    """It leaves once its replacement serves, or its job is about to drain and others serve."""
     last_s = one.last_request_s
-    if last_s is not None and now_s >= last_s - SEEN_S:
+    if last_s is not None and now_s >= last_s - SEEN_S and not fleet.chain:
         return [FleetStep(Act.LEAVE, one.name, f"its job begins to drain in {max(0.0, last_s - now_s):.0f} s")]
     if ready < fleet.wanted:
         return []
