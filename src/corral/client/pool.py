@@ -101,7 +101,7 @@ class Pool:
         for wire in self._busy:
             if wire.exchange is exchange:
                 self._busy.discard(wire)
-                wire.abandon()
+                wire.drop()
                 self._next()
                 return
         with contextlib.suppress(ValueError):
@@ -120,7 +120,7 @@ class Pool:
             task.cancel()
         for wire in [*self._busy, *self._idle]:
             carried = wire.exchange
-            wire.abandon()
+            wire.drop()
             if carried is not None:
                 self._settle(carried, ServerGoneError("the client was closed.", "Open a new one."))
         self._busy.clear()
@@ -211,7 +211,7 @@ class Pool:
     def _take_idle(self) -> Wire | None:
         while self._idle:
             wire = self._idle.pop()
-            if wire.transport is not None and not wire.transport.is_closing():
+            if wire.open:
                 return wire
         return None
 
@@ -303,7 +303,7 @@ class Pool:
         try:
             await doorkeeper.check(transport)
         except BaseException:
-            wire.abandon()
+            wire.drop()
             raise
 
     def _sweep(self) -> None:
@@ -329,13 +329,13 @@ class Pool:
             )
         for wire in [w for w in self._idle if now - w.idle_since_ns > _IDLE_NS]:
             self._idle.remove(wire)
-            wire.abandon()
+            wire.drop()
         if self._busy or self._waiting or self._opening or self._idle:
             self._sweeper = self.loop.call_later(self._tick_s, self._sweep)
 
     def _expire(self, wire: Wire, exchange: Exchange, why: str) -> None:
         self._busy.discard(wire)
-        wire.abandon()
+        wire.drop()
         exchange.last_ns = _now()
         self._settle(
             exchange, TimedOutError(f"{self.where} {why}.", "Is it overloaded? Allow more time, or ask for less.")

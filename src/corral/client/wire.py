@@ -1,4 +1,8 @@
-"""One HTTP/1.1 connection that carries one request at a time, built so that a streamed chunk costs a microsecond.
+"""One HTTP/1.1 connection to a server, which carries one request at a time, and the client's use of it.
+
+`HttpConnection` is the transport, the framing and the end of a connection; the gateway's connections to its members
+are such ones, too. `Wire` collects an answer for the client, built so that a streamed chunk costs a microsecond: the
+reader calls the `body` of the subclass, with nothing in between.
 
 Every read is stamped once, in `data_received`, before anything is parsed. Server-sent events are only split here;
 their JSON is decoded when the answer is complete (`reply`), or by who asked for them one by one.
@@ -9,6 +13,8 @@ Not covered: proxies, redirects, compression (none is asked for), HTTP/2.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 import time
 from collections.abc import Callable
 from typing import Any, Protocol, cast
@@ -56,36 +62,112 @@ class WireOwner(Protocol):
     def lost(self, wire: Wire) -> None: ...
 
 
-class Wire(asyncio.Protocol):
-    """One connection."""
+class HttpConnection(asyncio.Protocol):
+    """The transport of one connection and the reader of its answers; subclasses take the answers."""
 
-    __slots__ = (
-        "_events", "_exchange", "_fd", "_owner", "_reader", "_size", "_splitter", "_whole", "active_ns",
-        "idle_since_ns", "reused", "transport",
-    )  # fmt: skip
+    __slots__ = ("_fd", "_reader", "reused", "transport")
+
+    def __init__(self) -> None:
+        self.transport: asyncio.Transport | None = None
+        self.reused = False
+        self._fd = -1  # -1: bytes must pass the transport
+        self._reader = ResponseReader(self)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast("asyncio.Transport", transport)
+        sock = transport.get_extra_info("socket")
+        if sock is None:
+            return
+        if transport.get_extra_info("sslcontext") is None:
+            self._fd = sock.fileno()
+        # a node that lost its power sends nothing more: without these, a request would wait for an answer for ever
+        for option, value in (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
+            with contextlib.suppress(OSError, AttributeError):
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+    @property
+    def open(self) -> bool:
+        return self.transport is not None and not self.transport.is_closing()
+
+    def drop(self) -> None:
+        """Close at once; the request that it carries is not told."""
+        self._forget()
+        self._fd = -1
+        if self.transport is not None:
+            self.transport.abort()
+
+    def eof_received(self) -> None:
+        if self._busy and self._reader.ends_at_eof():
+            self._finish()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.transport, self._fd = None, -1
+        if self._busy:
+            if exc is None and self._reader.ends_at_eof():
+                self._finish()
+            else:
+                self._break("was reset" if exc else "ended")
+        self._unlist()
+
+    # called by the reader
+
+    def answer(self, status: int, headers: Headers) -> None:
+        """The head of the answer."""
+        raise NotImplementedError
+
+    def body(self, data: bytes) -> None:
+        """Some of its body."""
+        raise NotImplementedError
+
+    # of the request that it carries
+
+    @property
+    def _busy(self) -> bool:
+        """Whether it carries a request."""
+        raise NotImplementedError
+
+    def _forget(self) -> None:
+        raise NotImplementedError
+
+    def _finish(self) -> None:
+        """The answer is whole."""
+        raise NotImplementedError
+
+    def _break(self, how: str) -> None:
+        """The connection ended before the answer was whole."""
+        raise NotImplementedError
+
+    def _unlist(self) -> None:
+        """The owner keeps it no longer."""
+        raise NotImplementedError
+
+
+class Wire(HttpConnection):
+    """A connection of the client's pool."""
+
+    __slots__ = ("_events", "_exchange", "_owner", "_size", "_splitter", "_whole", "active_ns", "idle_since_ns")
 
     def __init__(self, owner: WireOwner) -> None:
+        super().__init__()
         self._owner = owner
-        self.transport: asyncio.Transport | None = None
         self.active_ns = self.idle_since_ns = 0
-        self.reused = False
         self._exchange: Exchange | None = None
-        self._fd = -1
         self._size = 0
         self._events = False
         self._whole = False  # these are events, and none is cut in two just now
         self._splitter = EventSplitter()
-        self._reader = ResponseReader(self)
 
     @property
     def exchange(self) -> Exchange | None:
         return self._exchange
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast("asyncio.Transport", transport)
-        sock = transport.get_extra_info("socket")
-        if sock is not None and transport.get_extra_info("sslcontext") is None:
-            self._fd = sock.fileno()
+    @property
+    def _busy(self) -> bool:
+        return self._exchange is not None
+
+    def _forget(self) -> None:
+        self._exchange = None
 
     def begin(self, exchange: Exchange) -> None:
         """Send a request; the answer goes to the owner."""
@@ -95,12 +177,6 @@ class Wire(asyncio.Protocol):
         data = exchange.head + exchange.body
         exchange.sent_ns = self.active_ns = _now()
         write_now(self.transport, self._fd, data)
-
-    def abandon(self) -> None:
-        """Drop the connection together with whatever it carries; nobody is told."""
-        self._exchange, self._fd = None, -1
-        if self.transport is not None:
-            self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
         self.active_ns = _now()
@@ -120,24 +196,15 @@ class Wire(asyncio.Protocol):
             if reader.complete:
                 self._finish()
 
-    def eof_received(self) -> None:
-        if self._exchange is not None and self._reader.ends_at_eof():
-            self.active_ns = _now()
-            self._finish()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.transport, self._fd = None, -1
-        exchange = self._exchange
-        if exchange is not None:
-            if exc is None and self._reader.ends_at_eof():
-                self.active_ns = _now()
-                self._finish()
-                return
-            self._fail(self._broken(exchange, exc))
+    def _unlist(self) -> None:
         self._owner.lost(self)
 
-    def _broken(self, exchange: Exchange, exc: Exception | None) -> RequestError:
-        where, how = self._owner.where, "was reset" if exc else "ended"
+    def _break(self, how: str) -> None:
+        if self._exchange is not None:
+            self._fail(self._broken(self._exchange, how))
+
+    def _broken(self, exchange: Exchange, how: str) -> RequestError:
+        where = self._owner.where
         if not exchange.first_byte_ns:
             return ServerGoneError(
                 f"{where} closed the connection without an answer (it {how}).", "Is the server still running?"
@@ -147,7 +214,6 @@ class Wire(asyncio.Protocol):
         )
 
     def answer(self, status: int, headers: Headers) -> None:
-        """The head of the answer."""
         exchange = self._exchange
         assert exchange is not None
         exchange.status, self._size = status, 0
@@ -194,6 +260,8 @@ class Wire(asyncio.Protocol):
     def _finish(self) -> None:
         exchange, self._exchange = self._exchange, None
         assert exchange is not None
+        if self._reader.until_eof:
+            self.active_ns = _now()
         exchange.last_ns = self.active_ns
         if not self._splitter.empty:
             self._take(exchange, self._splitter.end(), self.active_ns)

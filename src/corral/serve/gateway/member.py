@@ -17,10 +17,11 @@ from typing import Protocol
 from urllib.parse import quote, urlsplit
 
 from corral.client.doorkeeper import PeerCheck
+from corral.client.http1 import BadMessageError, Headers
 from corral.client.metrics import Reading
+from corral.client.wire import HttpConnection
 from corral.deploy.deployment.state import State
 from corral.serve.fleet.record import Judgement
-from corral.serve.gateway.member_connection import MemberConnection
 from corral.serve.gateway.prompt import Holdings
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
@@ -84,6 +85,101 @@ class MemberProgress:
         if self.moves < 3:
             return FIRST_STALL_S
         return min(MOST_STALL_S, max(LEAST_STALL_S, PAUSES * self.longest_pause_s))
+
+
+class Receiver(Protocol):
+    """The request that a connection carries, as the connection sees it."""
+
+    method: bytes
+
+    def head(self, status: int, headers: Headers, measured: bool) -> None:
+        """The head of the answer; `measured`: its headers say how long the body is, or there is none."""
+
+    def data(self, data: list[bytes], last: bool) -> None:
+        """Bytes of the answer's body that came together; `last`: nothing follows."""
+
+    def read(self) -> None:
+        """The whole answer was read: the connection is no longer the request's."""
+
+    def complete(self) -> None:
+        """The member has kept the connection, or it is closed."""
+
+    def broke(self, how: str, stale: bool = False) -> None:
+        """It ended before the answer was whole; `stale`: the server may have closed it while it was idle."""
+
+
+class MemberConnection(HttpConnection):
+    """A connection to a member; bytes of an answer go to the request that it carries, as they come."""
+
+    __slots__ = ("_arrived", "_member", "_receiver")
+
+    def __init__(self, member: Member) -> None:
+        super().__init__()
+        self._member = member
+        self._receiver: Receiver | None = None
+        self._arrived: list[bytes] = []
+
+    @property
+    def _busy(self) -> bool:
+        return self._receiver is not None
+
+    def _forget(self) -> None:
+        self._receiver = None
+
+    def send(self, receiver: Receiver, parts: Sequence[bytes | bytearray]) -> None:
+        """Carry a request."""
+        assert self.transport is not None
+        self._receiver, self._arrived = receiver, []
+        self._reader.expect(receiver.method)
+        self.transport.writelines(parts)
+
+    def pause(self, paused: bool) -> None:
+        if self.transport is not None and not self.transport.is_closing():
+            self.transport.pause_reading() if paused else self.transport.resume_reading()
+
+    def data_received(self, data: bytes) -> None:
+        receiver = self._receiver
+        if receiver is None:  # no request is under way
+            self.drop()
+            return
+        try:
+            self._reader.feed(data)
+        except BadMessageError as error:
+            self.drop()
+            receiver.broke(f"its answer is not HTTP ({error})")
+            return
+        if self._arrived:
+            arrived, self._arrived = self._arrived, []
+            receiver.data(arrived, self._reader.complete)
+        if self._reader.complete and self._receiver is receiver:  # it may have been dropped meanwhile
+            self._finish()
+
+    def answer(self, status: int, headers: Headers) -> None:
+        if self._receiver is not None:
+            self._receiver.head(status, headers, not (self._reader.chunked or self._reader.until_eof))
+
+    def body(self, data: bytes) -> None:
+        self._arrived.append(data)
+
+    def _finish(self) -> None:
+        receiver, self._receiver = self._receiver, None
+        assert receiver is not None
+        receiver.read()
+        if self._reader.keep and self.open and self._member.keep_connection(self):
+            self.reused = True
+            if self.transport is not None:
+                self.transport.resume_reading()  # a slow client may have paused it with its last bytes
+        elif self.transport is not None:
+            self.transport.close()
+        receiver.complete()
+
+    def _break(self, how: str) -> None:
+        receiver, self._receiver = self._receiver, None
+        if receiver is not None:
+            receiver.broke(f"the connection {how}", stale=self.reused)
+
+    def _unlist(self) -> None:
+        self._member.connection_lost(self)
 
 
 @dataclass(eq=False)

@@ -21,8 +21,7 @@ from corral.client.errors import StrangerError
 from corral.client.http1 import LAST_CHUNK, Headers, chunk, response, status_line
 from corral.deploy.deployment.state import State
 from corral.serve.errors import error_body
-from corral.serve.gateway.member import Member
-from corral.serve.gateway.member_connection import MemberConnection
+from corral.serve.gateway.member import Member, MemberConnection
 from corral.serve.gateway.pages import Figures
 from corral.serve.gateway.request import ForwardedRequest, Request, forwarded_headers
 
