@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +25,7 @@ from corral.deploy.deployment.state import Reason, State
 from corral.deploy.lifecycle import bringup, deployments
 from corral.deploy.lifecycle.bringup import ClaimHooks
 from corral.deploy.lifecycle.deployments import Record, Status, Timings
+from corral.deploy.lifecycle.watching import Lines
 from corral.deploy.slurm.script import BatchJob, batch_script
 from corral.deploy.targets.base import Lease, Queue
 from corral.serve.fleet import keeper
@@ -49,7 +53,7 @@ from corral.serve.fleet.record import (
     read_fleet,
     write_fleet,
 )
-from corral.serve.fleet.start import create_chain, load_request
+from corral.serve.fleet.start import bring_up_chain, create_chain, load_request
 from corral.serve.fleet.steps import MemberFacts, next_steps
 from corral.serve.gateway.process import proxy_process
 from tests.chains import write_chain, write_old_chain
@@ -224,7 +228,7 @@ def first(monkeypatch: pytest.MonkeyPatch) -> DeploymentFolder:
     monkeypatch.setattr(deployments, "status", lambda one: status_of(one, State.READY))
     monkeypatch.setattr(deployments, "target_of", lambda _: FakeQueue())
     monkeypatch.setattr(bringup, "bring_up", submitted)
-    for pause in ("LOOK_S", "CHAIN_LOOK_S", "HANDOVER_LOOK_S", "STANDBY_S", "REFUSED_PAUSE_S"):
+    for pause in ("INTERVAL_S", "CHAIN_INTERVAL_S", "HANDOVER_INTERVAL_S", "STANDBY_S", "REFUSED_PAUSE_S"):
         monkeypatch.setattr(keeper, pause, 0.01)
     return folder
 
@@ -377,12 +381,14 @@ def test_a_chain_is_checked_no_later_than_something_is_due(
     one.pacer.leads = {"m": (100.0, 600.0)}  # and a margin of 5 s
     fleet = read_fleet(chain_at(first))
     assert one.pacer.replacement_s == 705
-    monkeypatch.setattr(keeper, "CHAIN_LOOK_S", 15.0)
+    monkeypatch.setattr(keeper, "CHAIN_INTERVAL_S", 15.0)
     one.facts = {"m": replace(SERVING, last_request_s=time.time() + 709)}
     assert one.pause_s(fleet, acted=False, once=False) == pytest.approx(4, abs=0.5)
     assert one.pause_s(fleet, acted=True, once=False) == 0
     one.facts = {"m": replace(SERVING, last_request_s=time.time() + 3600)}
     assert one.pause_s(fleet, acted=False, once=False) == 15
+    one.facts = {"m": replace(SERVING, last_request_s=time.time() - 5)}  # of a chain's last job
+    assert one.pause_s(fleet, acted=False, once=False) == keeper.INTERVAL_S > 0
 
 
 def test_how_early_a_successor_is_submitted(first: DeploymentFolder) -> None:
@@ -393,6 +399,37 @@ def test_how_early_a_successor_is_submitted(first: DeploymentFolder) -> None:
     pacer.leads = {"m": (0.0, 30.0)}
     assert pacer.replacement_s == 90
     assert Pacer(chain_at(first), margin_s=0.0, leads={"m": (100.0, 600.0)}).replacement_s == 700
+
+
+def test_the_first_of_a_chain_is_started_with_its_record(
+    clean_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def claimed(request: bringup.DeployRequest, report: Any, wait: bool, hooks: ClaimHooks) -> Status:
+        hooks.refuse("llama")
+        folder = DeploymentFolder.of("llama")
+        folder.create()
+        decision: Any = SimpleNamespace(name="llama", served_name="l", source=SimpleNamespace(name="llama"))
+        hooks.prepare(folder, decision)
+        return status_of(folder, State.QUEUED)
+
+    monkeypatch.setattr(bringup, "bring_up", claimed)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "weights").mkdir()
+    bring_up_chain(bringup.DeployRequest(model="weights", port=8000), 3, Lines(quiet=True), wait=False)
+    folder = DeploymentFolder.of("llama")
+    chain = read_chain(folder)
+    assert chain is not None
+    assert (chain.chain, chain.keep, chain.max_jobs, chain.model, jobs_of(folder)) == (True, True, 3, "l", ["llama"])
+    request = load_request(chain_at(folder))  # a later job may be submitted from elsewhere, beside this one
+    assert (request.model, request.name, request.port) == (str(tmp_path / "weights"), "llama", None)
+
+
+def test_a_keeper_ends_where_its_chain_was_deleted(first: DeploymentFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    def deleted() -> bool:
+        shutil.rmtree(first.path)
+        return True
+
+    assert keep(chain_at(first), quiet, wanted=deleted) == "its folder is gone"
 
 
 def test_closing_a_chain(first: DeploymentFolder) -> None:

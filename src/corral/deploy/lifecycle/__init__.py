@@ -1,1 +1,1 @@
-"""A deployment from request to end: bringing up, state, successors, renewal, tunnels, and which server is meant."""
+"""A deployment from request to end: bringing up, state, waiting, tunnels."""

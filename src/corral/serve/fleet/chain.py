@@ -153,8 +153,8 @@ def close_chain(folder: DeploymentFolder, why: str) -> list[DeploymentFolder]:
         chain = old
     else:
         return []
-    found = [DeploymentFolder.of(one.name) for one in reversed(chain.members[1:])]
-    return [one for one in found if one.record.is_file()]
+    successors = [DeploymentFolder.of(one.name) for one in reversed(chain.members[1:])]
+    return [one for one in successors if one.record.is_file()]
 
 
 def refuse_held_name(name: str) -> None:

@@ -186,10 +186,10 @@ def resize(folder: FleetFolder, size: FleetSize) -> tuple[Fleet, Fleet]:
 
 def place_all(nodes: Sequence[FleetNode], count: int, most: int) -> tuple[NodeSlice, ...]:
     """The shares of the first members."""
-    found: list[NodeSlice] = []
+    slices: list[NodeSlice] = []
     for _ in range(count):
-        found.append(place(nodes, found, most))
-    return tuple(found)
+        slices.append(place(nodes, slices, most))
+    return tuple(slices)
 
 
 def place(nodes: Sequence[FleetNode], taken: Sequence[NodeSlice], most: int) -> NodeSlice:

@@ -1,4 +1,4 @@
-"""The process that keeps a fleet: it looks once a second, and does what is due (`steps`), with an event for each.
+"""The process that keeps a fleet: it checks once a second, and does what is due (`steps`), with an event for each.
 
 It can be killed and started again at any time: what it knows is in the fleet's files and in its members' folders. One
 keeper at a time holds the fleet's keeper lock. Members are started and stopped in threads, so that one that takes
@@ -43,9 +43,12 @@ from corral.serve.fleet.start import load_request, start_member
 from corral.serve.fleet.status import load_of, member_status
 from corral.serve.fleet.steps import Act, FleetStep, MemberFacts, next_steps
 
-LOOK_S = 1.0
-CHAIN_LOOK_S, HANDOVER_LOOK_S = 15.0, 5.0  # each asks the scheduler; a hand-over is between two jobs that both run
-STANDBY_S = 5.0  # how often a keeper that waits for another's end looks whether it has come
+INTERVAL_S = 1.0
+CHAIN_INTERVAL_S, HANDOVER_INTERVAL_S = (
+    15.0,
+    5.0,
+)  # each asks the scheduler; a hand-over is between two jobs that both run
+STANDBY_S = 5.0  # after which a keeper that waits for the end of another one checks again
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 300.0  # before a member that failed is started again
 SERVING = (State.READY, State.DRAINING)
 REFUSED_PAUSE_S = 30.0  # before a job of a chain is submitted again
@@ -69,14 +72,15 @@ def keep(
                 keeper.finish()
     except _NotNeededError as error:
         return str(error)
+    except FileNotFoundError:
+        if folder.record.exists():
+            raise
+        return "its folder is gone"
 
 
 def _keep(keeper: Keeper, wanted: Callable[[], bool], once: bool) -> str:
     while wanted():
-        try:
-            fleet = read_fleet(keeper.folder)
-        except FileNotFoundError:
-            return "its folder is gone"
+        fleet = read_fleet(keeper.folder)
         if fleet.closed:
             return fleet.closed
         acted = False
@@ -93,7 +97,7 @@ def _keep(keeper: Keeper, wanted: Callable[[], bool], once: bool) -> str:
 def _pause(seconds: float, wanted: Callable[[], bool]) -> None:
     until_s = time.monotonic() + seconds
     while (left_s := until_s - time.monotonic()) > 0 and wanted():
-        time.sleep(min(LOOK_S, left_s))
+        time.sleep(min(INTERVAL_S, left_s))
 
 
 class _NotNeededError(Exception):
@@ -131,7 +135,7 @@ class _Memory:
 
     failures: int = 0
     retry_s: float = 0.0
-    told: tuple[str, float] = ("", 0.0)  # the end that was counted: its state and when
+    counted: tuple[str, float] = ("", 0.0)  # the end that was counted: its state and when
     lease: tuple[float, float | None] = (0.0, None)  # asked when; the last request
     busy: threading.Thread | None = None
     refusals: int = 0  # in a row, of a scheduler that answers
@@ -139,7 +143,7 @@ class _Memory:
 
 @dataclass
 class Keeper:
-    """One fleet, looked after."""
+    """Looks after one fleet; what it remembers can be found out again."""
 
     folder: FleetFolder
     say: Callable[[str], None]
@@ -153,7 +157,7 @@ class Keeper:
         self.pacer = Pacer(self.folder, _margin_s(self.folder))
 
     def check(self, fleet: Fleet) -> bool:
-        """Look at all members once, and do what is due; whether anything was."""
+        """Check all members once, and do what is due; whether anything was."""
         now_s = time.time()
         loads = read_loads(self.folder)
         living = [member for member in fleet.members if not member.ended]
@@ -174,14 +178,14 @@ class Keeper:
     def pause_s(self, fleet: Fleet, acted: bool, once: bool) -> float:
         """How long nothing can be due; a job that was added to a chain is to be submitted at once."""
         if not fleet.chain or once:
-            return LOOK_S
+            return INTERVAL_S
         if acted:
             return 0.0
         if len(self.facts) > 1:
-            return HANDOVER_LOOK_S
+            return HANDOVER_INTERVAL_S
         ends_s = [one.last_request_s for one in self.facts.values() if one.last_request_s is not None]
-        left_s = min(ends_s) - self.pacer.replacement_s - time.time() if ends_s else CHAIN_LOOK_S
-        return min(CHAIN_LOOK_S, max(0.0, left_s))
+        left_s = min(ends_s) - self.pacer.replacement_s - time.time() if ends_s else CHAIN_INTERVAL_S
+        return min(CHAIN_INTERVAL_S, max(INTERVAL_S, left_s))
 
     def is_busy(self) -> bool:
         """Whether members are being started or stopped."""
@@ -189,17 +193,19 @@ class Keeper:
 
     def _tell_waiting(self, now_s: float) -> None:
         """Say what the newest job of a chain is doing, once for each of its states."""
-        newest = list(self.facts.values())[-1:]
-        for one in newest:
-            text = f"{one.name} is {one.state or 'to be submitted'}"
-            if text != self.waiting:
-                self.waiting = text
-                left = f" for {one.last_request_s - now_s:.0f} s more" if one.last_request_s else ""
-                queue_s, load_s = self.pacer.parts()
-                lead = (
-                    f"a successor needs {self.pacer.replacement_s:.0f} s (queue {queue_s:.0f} s, load {load_s:.0f} s)"
-                )
-                self.say(f"{text}{left}; {lead}" if left else text)
+        if not self.facts:
+            return
+        newest = list(self.facts.values())[-1]
+        text = f"{newest.name} is {newest.state or 'to be submitted'}"
+        if text == self.waiting:
+            return
+        self.waiting = text
+        if newest.last_request_s is not None:
+            queue_s, load_s = self.pacer.parts()
+            parts = f"queue {queue_s:.0f} s, load {load_s:.0f} s"
+            text += f" for {newest.last_request_s - now_s:.0f} s more"
+            text += f"; a successor needs {self.pacer.replacement_s:.0f} s ({parts})"
+        self.say(text)
 
     # what is known
 
@@ -233,8 +239,8 @@ class Keeper:
         """Note an end that nobody asked for once, with a pause that grows."""
         if facts.state is State.READY and now_s - facts.since_s > SETTLED_S:
             memory.failures = 0
-        if facts.state in ENDED and not facts.busy and memory.told != (facts.state.value, facts.since_s):
-            memory.told = (facts.state.value, facts.since_s)
+        if facts.state in ENDED and not facts.busy and memory.counted != (facts.state.value, facts.since_s):
+            memory.counted = (facts.state.value, facts.since_s)
             self._failed(memory, now_s)
 
     def _failed(self, memory: _Memory, now_s: float) -> None:

@@ -242,8 +242,8 @@ def create_fleet(fleet: Fleet) -> FleetFolder:
 
 def refuse_fleet_name(name: str) -> None:
     """Raise where a fleet that has not ended goes by that name."""
-    found = find_fleet(name)
-    if found is not None and not read_fleet(found).closed:
+    folder = find_fleet(name)
+    if folder is not None and not read_fleet(folder).closed:
         raise ConflictError(
             f"a fleet is called {name!r}.",
             "Use it, change its size with `corral scale`, end it with `corral down`, or choose another --name.",
@@ -282,13 +282,13 @@ def all_fleets() -> list[FleetFolder]:
 
 def living_fleets() -> list[Fleet]:
     """The records of all fleets that have not ended; one that cannot be read hides no other."""
-    found = []
+    fleets = []
     for folder in all_fleets():
         with contextlib.suppress(CorralError, OSError):
             fleet = read_fleet(folder)
             if not fleet.closed:
-                found.append(fleet)
-    return found
+                fleets.append(fleet)
+    return fleets
 
 
 def member_fleet(name: str) -> str:
@@ -330,26 +330,26 @@ def new_gateway_id() -> str:
 
 def held_gateways(folder: FleetFolder) -> dict[str, GatewayAddress]:
     """The gateways that run, by their ids, oldest first; one of another machine while it writes its load."""
-    found = {}
+    gateways = {}
     for path in sorted(_gateway_files(folder), key=_stamp_s):
         with contextlib.suppress(OSError, CorralError):
             id, saved = path.stem, load_json(GatewayAddress, path)
             if saved.holder is None or saved.holder.is_gone():
                 continue
             if saved.holder.is_here() or _is_fresh(folder.gateway_load(id)):
-                found[id] = saved
-    return found
+                gateways[id] = saved
+    return gateways
 
 
 def read_loads(folder: FleetFolder, fresh_s: float = FRESH_S) -> dict[str, GatewayLoad]:
     """What the running gateways have to do, by their ids; one that wrote nothing for a while is left out."""
-    found = {}
+    loads = {}
     for id in held_gateways(folder):
         with contextlib.suppress(OSError, CorralError):
             load = load_json(GatewayLoad, folder.gateway_load(id))
             if time.time() - load.time_s <= fresh_s:
-                found[id] = load
-    return found
+                loads[id] = load
+    return loads
 
 
 def _gateway_files(folder: FleetFolder) -> list[Path]:

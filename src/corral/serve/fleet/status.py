@@ -103,9 +103,9 @@ def member_status(member: FleetMember, load: MemberLoad | None = None) -> Member
     status, text = None, "not started yet"
     folder = DeploymentFolder.of(member.name)
     try:
-        found = deployments.status(folder) if folder.record.is_file() else None
-        if found is not None and not (found.state in ENDED and found.created_s < member.added_s):
-            status, text = found, ""
+        current = deployments.status(folder) if folder.record.is_file() else None
+        if current is not None and not (current.state in ENDED and current.created_s < member.added_s):
+            status, text = current, ""
     except (CorralError, OSError) as error:
         status, text = deployments.unreadable(folder, error), str(error)
     return MemberStatus(member.name, member.leaving, status, load, text)
@@ -140,7 +140,7 @@ def load_of(loads: list[GatewayLoad] | Mapping[str, GatewayLoad], name: str) -> 
     )
 
 
-LOOK_S = 0.5
+INTERVAL_S = 0.5
 GATEWAY_PATIENCE_S = 60.0  # from the first ready member on
 
 
@@ -161,25 +161,25 @@ def wait_fleet(folder: FleetFolder, report: Reporter, clock: Callable[[], float]
     alone_s: float | None = None  # since when members are ready and no gateway is
     report.phase("starting members")
     while True:
-        found = fleet_status(folder)
-        if found.state is State.STOPPED:
+        fleet = fleet_status(folder)
+        if fleet.state is State.STOPPED:
             raise LaunchError(
-                f"the fleet {found.name!r} has ended: {found.text}.", "Start it again with `corral up`."
+                f"the fleet {fleet.name!r} has ended: {fleet.text}.", "Start it again with `corral up`."
             )
-        if found.endpoint and found.ready >= max(1, found.least):
-            for one in found.members:
+        if fleet.endpoint and fleet.ready >= max(1, fleet.least):
+            for one in fleet.members:
                 if one.state is State.READY:
                     learn_from(DeploymentFolder.of(one.name))
             report.phase("ready")
-            return found
-        _refuse_hopeless(found)
-        alone_s = None if found.endpoint or not found.ready else clock() if alone_s is None else alone_s
+            return fleet
+        _refuse_hopeless(fleet)
+        alone_s = None if fleet.endpoint or not fleet.ready else clock() if alone_s is None else alone_s
         if alone_s is not None and clock() - alone_s > GATEWAY_PATIENCE_S:
             raise _no_gateway(folder)
-        report.detail(f"{found.ready} of {found.least} ready", found.ready, found.least)
-        for one in found.members:
+        report.detail(f"{fleet.ready} of {fleet.least} ready", fleet.ready, fleet.least)
+        for one in fleet.members:
             _tell(one, told, report)
-        time.sleep(LOOK_S)
+        time.sleep(INTERVAL_S)
 
 
 def _tell(one: MemberStatus, told: dict[str, str], report: Reporter) -> None:
@@ -189,16 +189,16 @@ def _tell(one: MemberStatus, told: dict[str, str], report: Reporter) -> None:
         report.detail(text, news=True)
 
 
-def _refuse_hopeless(found: FleetStatus) -> None:
+def _refuse_hopeless(fleet: FleetStatus) -> None:
     """A member that never was ready, and ended for a reason that will be the same next time."""
-    for one in found.members:
+    for one in fleet.members:
         status = one.status
         if status is None or status.state not in ENDED or status.timings.ready_s is not None:
             continue
         if status.state is State.FAILED and status.reason not in BAD_LUCK:
             why = status.text or (status.reason.value if status.reason else "the reason is unknown")
             raise LaunchError(
-                f"{one.name!r}, a member of the fleet {found.name!r}, failed: {why}.",
+                f"{one.name!r}, a member of the fleet {fleet.name!r}, failed: {why}.",
                 status.remedy,
                 name=one.name,
                 state=status.state.value,
@@ -208,10 +208,10 @@ def _refuse_hopeless(found: FleetStatus) -> None:
 
 
 def _no_gateway(folder: FleetFolder) -> LaunchError:
-    said = last_lines(folder.gateway_log, 3) if folder.gateway_log.is_file() else []
-    words = " ".join(said) or "it logged nothing"
+    lines = last_lines(folder.gateway_log, 3) if folder.gateway_log.is_file() else []
+    text = " ".join(lines) or "it logged nothing"
     return LaunchError(
-        f"the members of {folder.name!r} are ready, but its gateway does not start: {words}",
+        f"the members of {folder.name!r} are ready, but its gateway does not start: {text}",
         f"Read {folder.gateway_log}, or end the fleet with `corral down {shlex.quote(folder.name)}`.",
         log=str(folder.gateway_log),
     )
