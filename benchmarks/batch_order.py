@@ -25,7 +25,7 @@ from process import corral, fake_server
 
 from corral.client import metrics
 from corral.client.client import Client
-from corral.deploy.lifecycle.resolve import ready_endpoint
+from corral.serve.resolve import ready_endpoint
 
 
 def batch(rows: list[dict[str, Any]], order: str, place: Path, *server: str) -> dict[str, Any]:

@@ -24,10 +24,10 @@ from typing import Any
 
 from corral.client.client import run
 from corral.client.endpoint import Endpoint
-from corral.deploy.lifecycle.resolve import resolve
 from corral.lab.bench.measure import Bench, Finished
 from corral.lab.bench.metrics import vllm_keys
 from corral.lab.bench.spec import LoadShape, Spec, Workload
+from corral.serve.resolve import resolve
 
 FIGURES = (
     "request_throughput",

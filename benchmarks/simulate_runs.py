@@ -31,11 +31,11 @@ from statistics import median
 
 from corral.client.client import run
 from corral.client.endpoint import Endpoint
-from corral.deploy.lifecycle.resolve import resolve
 from corral.lab.bench import store
 from corral.lab.bench.measure import Bench
 from corral.lab.bench.metrics import read_rows, write_rows
 from corral.lab.bench.spec import LoadShape, Spec, Workload
+from corral.serve.resolve import resolve
 
 SHARED = "prefix_repetition"
 

@@ -13,7 +13,9 @@ from corral.base.files import make_private_dir, write_atomic
 from corral.base.processes import own_identity
 from corral.base.record import dump_json, to_json
 from corral.client.endpoint import Endpoint
-from corral.deploy.deployment.fleet import (
+from corral.deploy.deployment.folder import DeploymentFolder
+from corral.deploy.lifecycle.deployments import Record
+from corral.serve.fleet.record import (
     Fleet,
     FleetFolder,
     FleetMember,
@@ -22,8 +24,6 @@ from corral.deploy.deployment.fleet import (
     MemberLoad,
     create_fleet,
 )
-from corral.deploy.deployment.folder import DeploymentFolder
-from corral.deploy.lifecycle.deployments import Record
 
 __all__ = ["Made", "fake_program", "make", "make_fleet", "submitted"]
 

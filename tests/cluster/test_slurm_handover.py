@@ -1,7 +1,7 @@
 """Walltime with a real controller: under constant streaming load through the proxy, jobs follow each other unnoticed.
 
 Each job has two minutes; SLURM may signal its end up to a minute early. The engine is a stand-in behind the real
-guard. The chain's renewals run inside the jobs, and one more on the login host beside them.
+guard. The chain's keepers run inside the jobs, and one more on the login host beside them.
 """
 
 from __future__ import annotations
@@ -69,7 +69,10 @@ class Cluster:
                 os.kill(pid, signal.SIGINT)
 
     def chain(self, name: str) -> Any:
-        return json.loads((self.folder(name) / "successors.json").read_text())
+        return json.loads((self.folder(name) / "fleet.json").read_text())
+
+    def jobs(self, name: str) -> list[str]:
+        return [one["name"] for one in self.chain(name)["members"]]
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +150,7 @@ def test_jobs_follow_each_other_and_no_request_fails(cluster: Cluster, capsys: p
     assert figures["failed"] == 0, err
     assert figures["switch_overs"] >= 2
     assert figures["answered"] == figures["requests"] == load.whole
-    assert cluster.chain("served")["successors"] == ["served~2", "served~3"]  # and no more, although several kept it
+    assert cluster.jobs("served") == ["served", "served~2", "served~3"]  # and no more, although several kept it
     keys = {(cluster.folder(name) / "key").read_text() for name in ("served", "served~2", "served~3")}
     assert len(keys) == 1
 
@@ -194,8 +197,7 @@ def test_an_engine_that_dies_has_a_successor_at_once_and_down_ends_the_whole_cha
     done = cluster.corral("down", "dies")
     assert done.returncode == 0, done.stderr
     assert "dies~2: stopped" in done.stdout
-    chain = cluster.chain("dies")
-    assert (chain["successors"], chain["closed"]) == (["dies~2"], "ended by `corral down`")
+    assert (cluster.jobs("dies"), cluster.chain("dies")["closed"]) == (["dies", "dies~2"], "ended by `corral down`")
     cluster.corral("down", "--all")  # the last job of the chain above may have a minute left, or none
 
     def left() -> list[tuple[int, str]]:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.lifecycle import deployments
-from corral.deploy.lifecycle.successors import Chain, write_chain
 from corral.engines import environments as engines
+from tests.chains import write_chain
 from tests.unit.conftest import Corral
 from tests.until import free_port
 
@@ -78,7 +78,7 @@ def test_a_batch_goes_on_at_the_successor(answering: Corral, tmp_path: Path) -> 
         assert batch.poll() is None, batch.communicate()
         time.sleep(0.05)
     assert answering("up", str(answering.model), "--name", "one~2").code == 0
-    write_chain(DeploymentFolder.of("one"), Chain(("one~2",)))
+    write_chain("one", "one~2")
     assert len(output.read_text().splitlines()) < 600
     deployments.stop(DeploymentFolder.of("one"))
     _, err = batch.communicate(timeout=120)

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from corral.base.errors import ConflictError
-from corral.deploy.deployment.fleet import FleetNode
 from corral.plan.hardware.inventory import Inventory, NodeSlice, parse_gpus, within
-from corral.serve.fleet.division import place, place_all
+from corral.serve.fleet.creation import place, place_all
+from corral.serve.fleet.record import FleetNode
 
 GIB = 1 << 30
 

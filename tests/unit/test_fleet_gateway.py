@@ -11,9 +11,9 @@ from pathlib import Path
 from corral.client.client import CHAT, Client, run
 from corral.client.errors import RequestError
 from corral.deploy.deployment.events import read_events
-from corral.deploy.deployment.fleet import held_gateways, open_fleet
-from corral.deploy.lifecycle.resolve import FleetServer, find_servers, resolve
-from corral.serve.fleet.standing import fleet_status
+from corral.serve.fleet.record import held_gateways, open_fleet
+from corral.serve.fleet.status import fleet_status
+from corral.serve.resolve import FleetServer, find_servers, resolve
 from tests.unit.conftest import Corral
 from tests.until import LIMIT_S, polled, until
 

@@ -18,7 +18,8 @@ from corral.base.lock import holder_of
 from corral.base.processes import own_identity
 from corral.base.record import dump_json
 from corral.deploy.deployment.events import Event, read_events
-from corral.deploy.deployment.fleet import (
+from corral.deploy.deployment.folder import DeploymentFolder
+from corral.serve.fleet.record import (
     FleetFolder,
     GatewayAddress,
     GatewayLoad,
@@ -27,8 +28,7 @@ from corral.deploy.deployment.fleet import (
     open_fleet,
     read_fleet,
 )
-from corral.deploy.deployment.folder import DeploymentFolder
-from corral.serve.fleet.standing import fleet_status
+from corral.serve.fleet.status import fleet_status
 from tests.unit.conftest import Corral
 from tests.until import until
 

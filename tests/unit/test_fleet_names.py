@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 
 from corral.deploy.deployment.events import read_events
-from corral.deploy.deployment.fleet import Fleet, FleetFolder, FleetMember, create_fleet, read_fleet
 from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.deployment.state import Reason, State
 from corral.deploy.lifecycle import deployments
 from corral.deploy.lifecycle.deployments import Status, Timings
-from corral.serve.fleet import keeper, standing
+from corral.serve.fleet import keeper
+from corral.serve.fleet import status as standing
 from corral.serve.fleet.keeper import Keeper
+from corral.serve.fleet.record import Fleet, FleetFolder, FleetMember, create_fleet, read_fleet
 
 
 @pytest.fixture
@@ -54,7 +55,7 @@ def test_a_member_under_a_used_name_is_told_as_wanted(herd: FleetFolder, monkeyp
     deployed(monkeypatch, State.STOPPED, 90.0)
     one = Keeper(herd, lambda _: None)
     for _ in range(2):
-        one.look(read_fleet(herd))
+        one.check(read_fleet(herd))
     one.finish()
     told = [(event.kind, event.get("text")) for event in read_events(herd.events)]
     assert [kind for kind, _ in told] == ["add", "start"]
@@ -65,7 +66,7 @@ def test_a_name_that_somebody_else_has_is_passed_over(herd: FleetFolder, monkeyp
     deployed(monkeypatch, State.READY, 90.0)
     one = Keeper(herd, lambda _: None)
     for _ in range(2):
-        one.look(read_fleet(herd))
+        one.check(read_fleet(herd))
     one.finish()
     assert [member.name for member in read_fleet(herd).members] == ["herd-2"]
     assert [event.kind for event in read_events(herd.events)] == ["add", "refused", "add"]

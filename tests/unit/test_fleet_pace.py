@@ -11,7 +11,11 @@ import pytest
 from corral.base.files import write_atomic
 from corral.base.processes import own_identity
 from corral.base.record import dump_json
-from corral.deploy.deployment.fleet import (
+from corral.deploy.deployment.state import State
+from corral.deploy.lifecycle import deployments
+from corral.serve.fleet import pace
+from corral.serve.fleet.pace import FULL_S, Pacer, backlog_of, summed
+from corral.serve.fleet.record import (
     Fleet,
     FleetFolder,
     GatewayAddress,
@@ -20,10 +24,6 @@ from corral.deploy.deployment.fleet import (
     MemberLoad,
     create_fleet,
 )
-from corral.deploy.deployment.state import State
-from corral.deploy.lifecycle import deployments
-from corral.serve.fleet import pace
-from corral.serve.fleet.pace import FULL_S, Pacer, backlog_of, summed
 from corral.serve.fleet.steps import MemberFacts
 
 FLEET = Fleet("f", "m", 1, 6, 1, 0.0)

@@ -14,7 +14,8 @@ from corral.base.errors import ConflictError, NotFoundError
 from corral.base.files import write_atomic
 from corral.base.processes import Identity, own_identity
 from corral.base.record import dump_json, from_json, to_json
-from corral.deploy.deployment.fleet import (
+from corral.deploy.deployment.folder import DeploymentFolder
+from corral.serve.fleet.record import (
     Fleet,
     FleetFolder,
     FleetMember,
@@ -33,7 +34,6 @@ from corral.deploy.deployment.fleet import (
     read_loads,
     refuse_fleet_name,
 )
-from corral.deploy.deployment.folder import DeploymentFolder
 
 
 @pytest.fixture(autouse=True)

@@ -7,8 +7,8 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corral.deploy.deployment.fleet import Fleet, FleetMember
 from corral.deploy.deployment.state import ENDED, Reason, State
+from corral.serve.fleet.record import Fleet, FleetMember
 from corral.serve.fleet.steps import DRAIN_MOST_S, SEEN_S, Act, MemberFacts, free_names, next_steps
 
 NOW = 1000.0

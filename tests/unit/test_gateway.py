@@ -16,11 +16,11 @@ from corral.client.client import CHAT, Client, run
 from corral.client.endpoint import HeldKeyEndpoint
 from corral.client.errors import KeyRefusedError, RequestError
 from corral.client.metrics import parse
-from corral.deploy.deployment.fleet import Judgement
 from corral.deploy.deployment.state import State
 from corral.fake.app import FakeOptions
 from corral.fake.pace import Pace
 from corral.fake.server import FakeServer
+from corral.serve.fleet.record import Judgement
 from corral.serve.gateway import member
 from corral.serve.gateway.gateway import Gateway
 from corral.serve.gateway.health import HealthMonitor, update_from_metrics

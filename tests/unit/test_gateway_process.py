@@ -20,7 +20,12 @@ from corral.base.record import dump_json, load_json
 from corral.client.client import Client
 from corral.client.endpoint import Endpoint
 from corral.client.errors import KeyRefusedError
-from corral.deploy.deployment.fleet import (
+from corral.deploy.deployment.folder import DeploymentFolder
+from corral.deploy.deployment.state import State
+from corral.deploy.lifecycle import deployments
+from corral.fake.app import FakeOptions
+from corral.fake.server import FakeServer
+from corral.serve.fleet.record import (
     Fleet,
     FleetFolder,
     FleetMember,
@@ -30,11 +35,6 @@ from corral.deploy.deployment.fleet import (
     read_loads,
     write_fleet,
 )
-from corral.deploy.deployment.folder import DeploymentFolder
-from corral.deploy.deployment.state import State
-from corral.deploy.lifecycle import deployments
-from corral.fake.app import FakeOptions
-from corral.fake.server import FakeServer
 from corral.serve.gateway.keys import add_key
 from corral.serve.gateway.process import gateway_process
 from corral.serve.gateway.watcher import Watcher, open_source

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from corral.base.errors import UsageError
-from corral.deploy.deployment.fleet import Judgement
+from corral.serve.fleet.record import Judgement
 from corral.serve.gateway import policies
 from corral.serve.gateway.member import FIRST_STALL_S, LEAST_STALL_S, MemberProgress, judge, relative_speed
 from corral.serve.gateway.policies import POLICIES, make_policy

@@ -14,10 +14,12 @@ import pytest
 from corral.base.files import write_atomic
 from corral.base.processes import own_identity
 from corral.base.record import dump_json
-from corral.cli import main, renew, root, tunnel
+from corral.cli import fleet, main, root, tunnel
 from corral.client.endpoint import Endpoint
 from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.lifecycle.deployments import Record
+from corral.serve.fleet.record import FleetFolder
+from tests.chains import write_chain
 
 WITHOUT = {"chat": "a conversation; /save keeps it as JSON", "fake-server": "prints JSON always"}
 
@@ -112,12 +114,13 @@ def test_a_tunnel(one: DeploymentFolder, capsys: pytest.CaptureFixture[str], mon
 def test_a_renewal(
     one: DeploymentFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def renewed(folder: DeploymentFolder, say: Callable[[str], None], *_: object) -> str:
+    def kept(folder: FleetFolder, say: Callable[[str], None], *_: object) -> str:
         say("submitting one~2")
         return "one~2 was the last of 2"
 
-    monkeypatch.setattr(renew, "renew", renewed)
-    monkeypatch.setattr("corral.cli.renew.signal.signal", lambda *_: None)  # this process keeps its own
+    write_chain("one")
+    monkeypatch.setattr(fleet, "keep", kept)
+    monkeypatch.setattr("corral.cli.fleet.signal.signal", lambda *_: None)  # this process keeps its own
     with pytest.raises(SystemExit):
         main(["renew", "one", "--json"])
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]

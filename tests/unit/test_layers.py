@@ -24,7 +24,7 @@ ROOMS = ["cli", "console", "lab", "use", "serve", "deploy", "plan", "engines", "
 PARTS: dict[str, list[list[str]]] = {
     "lab": [["report"], ["tune", "simulate"], ["bench"]],
     "use": [["llm"], ["score"], ["batch"]],
-    "serve": [["gateway"], ["fleet"], ["."]],
+    "serve": [["gateway", "resolve"], ["fleet"], ["."]],
     "deploy": [["lifecycle", "profile"], ["targets"], ["launch"], ["slurm", "transfer", "doctor"], ["deployment"]],
     "plan": [["."], ["models", "hardware"]],
     "engines": [["runtimes"], ["."]],

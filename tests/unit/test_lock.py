@@ -19,8 +19,7 @@ import pytest
 from corral.base.errors import ConflictError
 from corral.base.lock import SILENT_S, FileLock, discard_lock, exclusive_lock, holder_of, lock_holder, try_lock
 from corral.base.processes import Identity, own_identity, process_namespace
-from corral.deploy.deployment.folder import DeploymentFolder
-from corral.deploy.lifecycle.successors import chain_lock
+from corral.serve.fleet.record import FleetFolder, fleet_lock
 from corral.use.batch.core.folder import BatchLock
 from tests.skips import NO_MOUNT
 from tests.testbed import NOT_ROOT, makes_namespaces
@@ -85,19 +84,19 @@ def test_a_long_wait_is_told_again(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert all("s now" in text for text in told[1:])
 
 
-def test_who_changes_a_chain_is_told(clean_home: Path) -> None:
-    folder = DeploymentFolder.of("first")
+def test_who_changes_a_fleet_is_told(clean_home: Path) -> None:
+    folder = FleetFolder.of("first")
     folder.path.mkdir(parents=True)
-    held_by(folder.successors_lock, ELSEWHERE)
+    held_by(folder.lock, ELSEWHERE)
     told: list[str] = []
 
     def tell(text: str) -> None:
         told.append(text)
-        folder.successors_lock.unlink()
+        folder.lock.unlink()
 
-    with chain_lock(folder, tell):
+    with fleet_lock(folder, tell):
         pass
-    assert "what follows first" in told[0]
+    assert "the fleet first" in told[0]
     assert "process 1 on elsewhere" in told[0]
 
 

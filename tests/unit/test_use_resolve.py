@@ -16,11 +16,12 @@ from corral.client.endpoint import Endpoint, HeldKeyEndpoint
 from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.deployment.state import State
 from corral.deploy.lifecycle import deployments
-from corral.deploy.lifecycle import resolve as resolve_module
-from corral.deploy.lifecycle.resolve import DeploymentServer, ServedModels, find_servers, resolve, served_by
-from corral.deploy.lifecycle.successors import Chain, choose_folder, write_chain
 from corral.fake.app import FakeOptions
 from corral.fake.server import FakeServer
+from corral.serve import resolve as resolve_module
+from corral.serve.fleet.chain import choose_folder
+from corral.serve.resolve import DeploymentServer, ServedModels, find_servers, resolve, served_by
+from tests.chains import write_chain
 
 
 @pytest.fixture(scope="module")
@@ -114,9 +115,7 @@ class Deployments:
         self.states: dict[str, State] = {}
         self.tunnels: list[str] = []
         monkeypatch.setattr(deployments, "status", lambda folder: ready(folder.name, self.states[folder.name]))
-        monkeypatch.setattr(
-            "corral.deploy.lifecycle.resolve.ensure_tunnel", lambda folder: self.tunnels.append(folder.name)
-        )
+        monkeypatch.setattr("corral.serve.resolve.ensure_tunnel", lambda folder: self.tunnels.append(folder.name))
 
     def set(self, **states: State) -> None:
         for name in [name.replace("_", "~") for name in states]:
@@ -135,7 +134,7 @@ def test_the_only_ready_one(there: Deployments, monkeypatch: pytest.MonkeyPatch)
     there.set(a=State.READY, b=State.LOADING, c=State.FAILED)
     assert resolve(environ={}).model == "a"
     served = ServedModels(("a", "adapter"), ("a",), None)
-    monkeypatch.setattr("corral.deploy.lifecycle.resolve._models_at", lambda endpoint: served)
+    monkeypatch.setattr("corral.serve.resolve._models_at", lambda endpoint: served)
     assert resolve(model="adapter", environ={}).model == "adapter"
     with pytest.raises(NotFoundError, match="does not serve 'adaptor'"):  # as with --url: no request is sent for it
         resolve(model="adaptor", environ={})
@@ -170,7 +169,7 @@ def test_a_deployment_that_is_not_ready(there: Deployments) -> None:
 
 def test_a_chain_is_one_deployment_and_its_newest_serves(there: Deployments) -> None:
     there.set(x=State.READY, x_2=State.QUEUED, x_3=State.QUEUED)
-    write_chain(DeploymentFolder.of("x"), Chain(("x~2", "x~3")))
+    write_chain("x", "x~2", "x~3")
     server = DeploymentServer("x")
     for states, serving in (
         ({}, "x"),

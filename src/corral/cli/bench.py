@@ -30,13 +30,13 @@ from corral.cli.bench_options import (
 from corral.cli.help_pages import WholeGroup
 from corral.cli.options import Duration, json_option
 from corral.client.client import run as run_loop
-from corral.deploy.lifecycle.resolve import resolve
 from corral.lab.bench import store
 from corral.lab.bench.measure import Bench, Finished
 from corral.lab.bench.series import measure_series, quick_specs, reseeded, search_limit, sweep_specs
 from corral.lab.bench.spec import parse_slos
 from corral.lab.report import tables
 from corral.lab.report.screen import CountLine, explain, print_json, print_table, since, tell
+from corral.serve.resolve import resolve
 
 
 @click.command()

@@ -31,7 +31,7 @@ def command(name: str | None, system: str | None, load: str | None, **given: Any
     /help lists the commands; Ctrl-C stops an answer, Ctrl-D ends the conversation. Without a terminal, every line of
     standard input is one message.
     """
-    from corral.deploy.lifecycle.resolve import resolve
+    from corral.serve.resolve import resolve
     from corral.use.llm.conversation import Conversation, check_chat
     from corral.use.llm.llm import LLM
 

@@ -25,7 +25,7 @@ def command(prompt: str | None, file: str | None, as_json: bool, **given: Any) -
 
     With --logprobs or --prompt-logprobs each token is shown with its probability, its rank and the alternatives.
     """
-    from corral.deploy.lifecycle.resolve import resolve
+    from corral.serve.resolve import resolve
     from corral.use.llm.llm import LLM, request_for
 
     text = _prompt(prompt, file)

@@ -14,8 +14,8 @@ Offer = Callable[[], Iterator[str]]
 
 
 def _deployments() -> Iterator[str]:
-    from corral.deploy.deployment.fleet import all_fleets
     from corral.deploy.deployment.folder import all_folders
+    from corral.serve.fleet.record import all_fleets
 
     yield from (folder.name for folder in all_folders())
     yield from (folder.name for folder in all_fleets())

@@ -7,14 +7,14 @@ import click
 from corral.base.errors import CorralError, UsageError
 from corral.base.files import remove_tree
 from corral.cli.options import json_option
-from corral.deploy.deployment.fleet import FleetFolder, all_fleets, read_fleet
 from corral.deploy.deployment.folder import DeploymentFolder, all_folders
 from corral.deploy.deployment.state import ENDED
 from corral.deploy.lifecycle import deployments
-from corral.deploy.lifecycle.successors import choose_folder, close_chain
 from corral.lab.report.screen import print_json, say_waiting
-from corral.serve.fleet.background import end_fleet
-from corral.serve.fleet.waiting import chosen_fleet
+from corral.serve.fleet.chain import choose_folder, close_chain
+from corral.serve.fleet.processes import end_fleet
+from corral.serve.fleet.record import FleetFolder, all_fleets, read_fleet
+from corral.serve.fleet.status import chosen_fleet
 
 
 @click.command()

@@ -9,11 +9,11 @@ import click
 from corral.base.errors import ConflictError
 from corral.cli.options import deployment_argument, json_option
 from corral.deploy.lifecycle.deployments import status
-from corral.deploy.lifecycle.resolve import fleet_endpoint
-from corral.deploy.lifecycle.successors import choose_folder, newest_ready
 from corral.lab.report.screen import print_json
-from corral.serve.fleet.waiting import chosen_fleet
+from corral.serve.fleet.chain import choose_folder, newest_ready
+from corral.serve.fleet.status import chosen_fleet
 from corral.serve.gateway.process import held_proxy
+from corral.serve.resolve import fleet_endpoint
 
 
 @click.command()

@@ -9,9 +9,9 @@ import click
 from corral.cli.options import deployment_argument, json_option
 from corral.deploy.deployment.events import read_events
 from corral.deploy.lifecycle.deployments import status
-from corral.deploy.lifecycle.successors import choose_folder
 from corral.lab.report.status import event_text
-from corral.serve.fleet.waiting import chosen_fleet
+from corral.serve.fleet.chain import choose_folder
+from corral.serve.fleet.status import chosen_fleet
 
 
 @click.command()

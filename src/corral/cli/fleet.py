@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import click
@@ -13,10 +14,10 @@ from corral.base.wording import duration
 from corral.cli.help_pages import WholeGroup
 from corral.cli.options import Duration
 from corral.client.trace import read_trace
-from corral.deploy.deployment.fleet import open_fleet
 from corral.lab.report.screen import event_line, print_json
+from corral.serve.fleet.creation import parse_size
 from corral.serve.fleet.keeper import keep
-from corral.serve.fleet.making import parse_size
+from corral.serve.fleet.record import FleetFolder, open_fleet
 
 if TYPE_CHECKING:
     from corral.lab.simulate.fleet_trace import Replay
@@ -38,19 +39,26 @@ def keep_command(name: str, as_json: bool) -> None:
     `corral up --replicas` starts it in the background. Run it by hand after a restart of this machine, or on another
     machine that shares CORRAL_HOME.
     """
-    folder, ending = open_fleet(name), False
+    run_keeper(open_fleet(name), "fleet", as_json)
+
+
+def run_keeper(
+    folder: FleetFolder, kind: str, as_json: bool, wanted: Callable[[], bool] = lambda: True, once: bool = False
+) -> None:
+    """Run a keeper until a signal ends it; what it does is printed, as events of that kind with `as_json`."""
+    ending = False
 
     def end(*_: object) -> None:
         nonlocal ending
         ending = True
 
-    signal.signal(signal.SIGTERM, end)
+    signal.signal(signal.SIGTERM, end)  # a submission under way is finished, not left unknown
     signal.signal(signal.SIGINT, end)
 
     def say(text: str) -> None:
-        click.echo(event_line(folder.name, "fleet", text) if as_json else f"{time.strftime('%H:%M:%S')} {text}")
+        click.echo(event_line(folder.name, kind, text) if as_json else f"{time.strftime('%H:%M:%S')} {text}")
 
-    why = keep(folder, say, lambda: not ending)
+    why = keep(folder, say, lambda: not ending and wanted(), once)
     if as_json:
         click.echo(event_line(folder.name, "end", why))
     else:

@@ -18,7 +18,7 @@ from corral.deploy.deployment.diagnosis import last_lines
 from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.deployment.state import ENDED
 from corral.deploy.lifecycle.deployments import status
-from corral.deploy.lifecycle.successors import choose_folder
+from corral.serve.fleet.chain import choose_folder
 
 BLOCK_BYTES = LONGEST_LINE_BYTES = 1 << 20
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")

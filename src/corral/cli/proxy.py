@@ -6,7 +6,7 @@ import click
 
 from corral.cli.gateway import serve_until_signal
 from corral.cli.options import Duration, deployment_argument
-from corral.deploy.lifecycle.successors import choose_folder
+from corral.serve.fleet.chain import choose_folder
 from corral.serve.gateway.process import proxy_process
 from corral.serve.gateway.relay import GatewayLimits
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import click
 
 from corral.cli.options import json_option
-from corral.deploy.deployment.fleet import all_fleets
 from corral.deploy.deployment.state import ENDED, State
 from corral.deploy.lifecycle.deployments import statuses
 from corral.lab.report.screen import print_json, print_table
 from corral.lab.report.status import deployment_row, fleet_rows
-from corral.serve.fleet.standing import fleet_status
+from corral.serve.fleet.record import all_fleets
+from corral.serve.fleet.status import fleet_status
 
 
 @click.command()

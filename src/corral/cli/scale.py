@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import click
 
-from corral.deploy.deployment.fleet import open_fleet
 from corral.lab.report.screen import PhaseScreen, print_json
-from corral.serve.fleet.background import ensure_keeper
-from corral.serve.fleet.making import parse_size, resize
-from corral.serve.fleet.standing import fleet_status
-from corral.serve.fleet.waiting import wait_fleet
+from corral.serve.fleet.creation import parse_size, resize
+from corral.serve.fleet.processes import ensure_keeper
+from corral.serve.fleet.record import open_fleet
+from corral.serve.fleet.status import fleet_status, wait_fleet
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})

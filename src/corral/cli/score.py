@@ -62,7 +62,7 @@ def command(output: Path, patience_s: float, force: bool, as_json: bool, **given
     The same command again continues after any interruption. Exit codes are those of `corral batch`: 0 every row has a
     result; 1 finished, some rows are in OUTPUT.errors.jsonl with their reason; 10 the input is bad; 130 interrupted.
     """
-    from corral.deploy.lifecycle.resolve import resolve_server
+    from corral.serve.resolve import resolve_server
     from corral.use.batch.core.runner import RunnerSettings
     from corral.use.score.job import check_paths, score_file
     from corral.use.score.likelihood import ScoreOptions

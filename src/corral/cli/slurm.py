@@ -8,9 +8,9 @@ from corral.base.errors import NotFoundError
 from corral.base.wording import duration
 from corral.cli.help_pages import WholeGroup
 from corral.cli.options import deployment_argument, json_option
-from corral.deploy.lifecycle.successors import choose_folder
 from corral.deploy.slurm.cluster import NodeShape, Partition, discover, gpu_kind
 from corral.lab.report.screen import print_json, print_table
+from corral.serve.fleet.chain import choose_folder
 
 
 @click.group(cls=WholeGroup)

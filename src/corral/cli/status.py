@@ -16,14 +16,13 @@ from corral.client.endpoint import Endpoint
 from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.deployment.state import State
 from corral.deploy.lifecycle.deployments import HeldJob, RankMember, held_job, members, status
-from corral.deploy.lifecycle.successors import all_standings, choose_folder, read_chain
 from corral.deploy.lifecycle.watching import learn_from
 from corral.lab.report import tables
 from corral.lab.report.screen import print_json, say_waiting
 from corral.lab.report.status import fleet_lines, status_facts, status_lines
 from corral.plan.measured import Differences
-from corral.serve.fleet.standing import fleet_status
-from corral.serve.fleet.waiting import chosen_fleet
+from corral.serve.fleet.chain import choose_folder, read_chain, read_members
+from corral.serve.fleet.status import chosen_fleet, fleet_status
 
 CONNECT_S = 1.0  # a kernel answers, however busy its machine is; a node that is cut off does not
 ANSWER_S = 3.0
@@ -66,18 +65,17 @@ def _where(nodes: Sequence[RankMember], job: HeldJob | None) -> dict[str, object
 
 
 def _following(folder: DeploymentFolder) -> list[dict[str, str]]:
-    """Its successors, and how they stand."""
-    successors = all_standings(folder)[1:] if folder.successors.exists() else []
-    return [{"name": one.folder.name, "state": one.state.value} for one in successors]
+    """Its successors with their states."""
+    return [{"name": one.folder.name, "state": one.state.value} for one in read_members(folder)[1:]]
 
 
 def _followers(folder: DeploymentFolder) -> list[tuple[str, str]]:
     """The successors of a deployment that is renewed."""
-    if not folder.successors.exists():
+    chain = read_chain(folder)
+    if chain is None:
         return []
-    names = [f"{one['name']} ({one['state']})" for one in _following(folder)]
-    closed = read_chain(folder).closed
-    return [("followed by", (", ".join(names) or "nothing yet") + (f"; no more: {closed}" if closed else ""))]
+    successors = ", ".join(f"{one['name']} ({one['state']})" for one in _following(folder))
+    return [("followed by", (successors or "nothing yet") + (f"; no more: {chain.closed}" if chain.closed else ""))]
 
 
 def _answers(endpoint: Endpoint) -> bool:

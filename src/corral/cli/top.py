@@ -49,7 +49,7 @@ def command(
 
 
 def _servers(names: tuple[str, ...], urls: tuple[str, ...], key_file: str | None) -> list[tuple[str, Endpoint]]:
-    from corral.deploy.lifecycle.resolve import ready_endpoint, server_at
+    from corral.serve.resolve import ready_endpoint, server_at
     from corral.use.llm.top import ready_servers
 
     if names or urls:

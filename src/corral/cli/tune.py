@@ -28,14 +28,13 @@ from corral.cli.options import (
     runtime_options,
     target_options,
 )
-from corral.cli.up import UpWords, read_words, wish_of
+from corral.cli.up import UpWords, read_words, request_of
 from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.deployment.start_times import planned_restart_s
 from corral.deploy.deployment.state import State
 from corral.deploy.lifecycle import deployments
 from corral.deploy.lifecycle.decision import DeployRequest, as_planned, sized
 from corral.deploy.lifecycle.deployments import Record
-from corral.deploy.lifecycle.successors import choose_folder
 from corral.deploy.profile.profile import load_profile
 from corral.lab.bench.spec import Spec, Workload, parse_slos
 from corral.lab.report import tables
@@ -49,6 +48,7 @@ from corral.lab.tune.store import TuneRun, TuneSpec, find_run, new_run, runs_dir
 from corral.lab.tune.trials import Trial
 from corral.lab.tune.tuner import fitting_knobs, tune
 from corral.lab.tune.workload import PRESETS, SEEN, SeenLoad, read_seen, workload_of
+from corral.serve.fleet.chain import choose_folder
 
 EXAMPLES = """
 corral tune llama-3.1-8b-instruct --workload chat --slo ttft_p99=500ms,tpot_p99=40ms --budget 40m
@@ -183,7 +183,7 @@ def _deploy_request(model: str | None, options: dict[str, Any]) -> tuple[DeployR
         on, model, arguments = on or before.on, before.model, (*before.engine_args, *arguments)
     if model and Path(model).expanduser().exists():
         model = str(Path(model).expanduser().absolute())  # the run may be continued from elsewhere
-    return wish_of(load_profile(on), values, on, model, arguments), arguments
+    return request_of(load_profile(on), values, on, model, arguments), arguments
 
 
 def _started_with(folder: DeploymentFolder) -> UpWords:

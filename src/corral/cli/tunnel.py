@@ -14,9 +14,9 @@ from corral.client.endpoint import Endpoint
 from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.lifecycle.deployments import status
 from corral.deploy.lifecycle.distant import find_distant, hold_distant
-from corral.deploy.lifecycle.successors import choose_folder
 from corral.deploy.lifecycle.tunnel import close_tunnel, ensure_tunnel, hold_tunnel, needs_tunnel, tunnel_holder
 from corral.lab.report.screen import print_json
+from corral.serve.fleet.chain import choose_folder
 
 
 @click.command()

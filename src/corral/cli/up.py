@@ -29,11 +29,11 @@ from corral.cli.up_fleet import bring_up_fleet, checked, curl_lines
 from corral.client.client import CHAT, Client
 from corral.client.endpoint import Endpoint
 from corral.deploy.deployment.diagnosis import last_lines
-from corral.deploy.deployment.folder import chain_of, open_folder
+from corral.deploy.deployment.folder import open_folder
 from corral.deploy.deployment.state import Patience
 from corral.deploy.launch.paste import masked
 from corral.deploy.launch.render import refuse_reserved
-from corral.deploy.lifecycle import bringup, deployments, rendering
+from corral.deploy.lifecycle import deployments, rendering
 from corral.deploy.lifecycle.decision import DeployRequest
 from corral.deploy.lifecycle.watching import wait_ready
 from corral.deploy.profile.merging import merged, with_storage
@@ -42,7 +42,9 @@ from corral.deploy.targets.base import Queue, load_target
 from corral.engines.runtimes.base import parse_options
 from corral.lab.report.screen import PhaseScreen, explain, print_json
 from corral.plan.settings import parse_assignments
-from corral.serve.fleet.making import FleetOrder, parse_size, preview
+from corral.serve.fleet.chain import chain_of
+from corral.serve.fleet.creation import FleetOrder, parse_size, preview
+from corral.serve.fleet.start import bring_up, bring_up_chain
 from corral.serve.gateway.policies import POLICIES
 
 EXAMPLES = """
@@ -147,8 +149,9 @@ def command(
     profile = load_profile(on)
     if tuned:
         model, given, engine_args = _tuned(tuned, on, model, given, engine_args)
-    request = _renewed(wish_of(profile, given, on, model, engine_args), renew, max_jobs)
-    request = replace(request, words=_own_words())
+    request = replace(request_of(profile, given, on, model, engine_args), words=_own_words())
+    if renew or max_jobs:
+        request = _renewed(request, renew, replicas)
     if shell and not dry_run:
         raise UsageError("--shell shows the commands of a dry run.", "Add --dry-run.")
     fleet = _fleet(request, replicas, keep, route)
@@ -166,7 +169,11 @@ def command(
     with PhaseScreen(quiet=as_json) as screen:
         if any(layer.kind == "project" for layer in profile.layers):  # found by where one stands: never silently
             screen.note(f"profile {on}: {' over '.join(layer.label for layer in reversed(profile.layers))}")
-        status = _attach(attach, screen) if attach else _bring_up(request, screen, wait)
+        if attach:
+            status = _attach(attach, screen)
+        else:
+            jobs = _job_limit(request, max_jobs) if renew else None
+            status = _bring_up(request, screen, wait, renew, jobs)
     if wait:
         _tell_ready(status, screen, renew, as_json)
     else:
@@ -266,7 +273,7 @@ def _flags(given: Mapping[str, Any], on: str | None) -> dict[str, Any]:
     }
 
 
-def wish_of(
+def request_of(
     profile: Profile, given: Mapping[str, Any], on: str | None, model: str | None, engine_args: tuple[str, ...]
 ) -> DeployRequest:
     """What a command line with the options of `up` (or some of them) asks for."""
@@ -286,10 +293,12 @@ def _preview(request: DeployRequest, profile: Profile, shell: bool) -> None:
         print_json(masked(rendering.dry_run(request, _note, named)))
 
 
-def _renewed(request: DeployRequest, renew: bool, max_jobs: int | None) -> DeployRequest:
-    """The same request with successors, where they are asked for and possible."""
-    if not renew and not max_jobs:
-        return request
+def _renewed(request: DeployRequest, renew: bool, replicas: str | None) -> DeployRequest:
+    """The same request with jobs that submit their successors, where that is possible."""
+    if replicas is not None:
+        raise UsageError(
+            "--renew cannot be used with --replicas.", "Use --keep instead: the fleet then replaces its jobs itself."
+        )
     target = load_target(request.target, request.target_options)
     if not isinstance(target, Queue) or not renew:
         raise UsageError(
@@ -299,14 +308,20 @@ def _renewed(request: DeployRequest, renew: bool, max_jobs: int | None) -> Deplo
         raise UsageError(
             f"{request.name!r} looks like a successor's name.", "Choose a --name that does not end in ~NUMBER."
         )
+    return replace(request, target_options=target.with_renewal(request.target_options))
+
+
+def _job_limit(request: DeployRequest, max_jobs: int | None) -> int | None:
+    """How many jobs a chain has in all; None: without end."""
     limit = max_jobs or request.target_options.get("max_jobs")
-    jobs = int(limit) if isinstance(limit, int | str) else None
-    return replace(request, renew=True, max_jobs=jobs, target_options=target.with_renewal(request.target_options))
+    return int(limit) if isinstance(limit, int | str) else None
 
 
-def _bring_up(request: DeployRequest, screen: PhaseScreen, wait: bool) -> deployments.Status:
+def _bring_up(
+    request: DeployRequest, screen: PhaseScreen, wait: bool, renew: bool, jobs: int | None
+) -> deployments.Status:
     try:
-        return bringup.bring_up(request, screen, wait)
+        return bring_up_chain(request, jobs, screen, wait) if renew else bring_up(request, screen, wait)
     except LaunchError as error:
         _with_log(error)
         raise

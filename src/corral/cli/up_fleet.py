@@ -14,27 +14,23 @@ from corral.client.endpoint import Endpoint
 from corral.deploy.lifecycle.decision import DeployRequest
 from corral.deploy.targets.base import Queue, load_target
 from corral.lab.report.screen import PhaseScreen, print_json
-from corral.serve.fleet.background import end_fleet, ensure_keeper
-from corral.serve.fleet.making import FleetOrder, make_fleet, start_member
-from corral.serve.fleet.standing import FleetStatus, fleet_status
-from corral.serve.fleet.waiting import wait_fleet
+from corral.serve.fleet.creation import FleetOrder, prepare_fleet
+from corral.serve.fleet.processes import end_fleet, ensure_keeper
+from corral.serve.fleet.start import start_member
+from corral.serve.fleet.status import FleetStatus, fleet_status, wait_fleet
 
 
-def checked(request: DeployRequest, asked: FleetOrder) -> DeployRequest:
+def checked(request: DeployRequest, order: FleetOrder) -> DeployRequest:
     """The request of each member; refuses what is meant for single deployments."""
-    if request.renew:
-        raise UsageError(
-            "--renew cannot be used with --replicas.", "Use --keep instead: the fleet then replaces its jobs itself."
-        )
     queue = isinstance(load_target(request.target, request.target_options), Queue)
-    if asked.keep and not queue:
+    if order.keep and not queue:
         raise UsageError("--keep is for SLURM jobs, which have a time limit.", "Leave it out.")
     return replace(request, port=None, bind=None, expose=request.expose and queue)
 
 
 def bring_up_fleet(
     request: DeployRequest,
-    asked: FleetOrder,
+    order: FleetOrder,
     screen: PhaseScreen,
     wait: bool,
     ask: Callable[..., str],
@@ -42,7 +38,7 @@ def bring_up_fleet(
 ) -> None:
     """Make the fleet, start its first member here, and let its keeper do the rest."""
     with screen:
-        folder = make_fleet(checked(request, asked), asked, screen)
+        folder = prepare_fleet(checked(request, order), order, screen)
         try:
             start_member(folder, f"{folder.name}-1", screen)
         except BaseException:

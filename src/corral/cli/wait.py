@@ -7,11 +7,10 @@ import click
 from corral.cli.options import deployment_argument, json_option
 from corral.deploy.deployment.state import State
 from corral.deploy.lifecycle.deployments import Status, status
-from corral.deploy.lifecycle.successors import choose_folder
 from corral.deploy.lifecycle.watching import wait_ready
 from corral.lab.report.screen import PhaseScreen, print_json
-from corral.serve.fleet.standing import FleetStatus
-from corral.serve.fleet.waiting import chosen_fleet, wait_fleet
+from corral.serve.fleet.chain import choose_folder
+from corral.serve.fleet.status import FleetStatus, chosen_fleet, wait_fleet
 
 
 @click.command()

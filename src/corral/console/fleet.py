@@ -21,7 +21,7 @@ from corral.console.statuses import DeploymentRows, Row, restart_argv
 from corral.deploy.deployment.folder import DeploymentFolder, open_folder
 from corral.deploy.deployment.state import ENDED
 from corral.deploy.lifecycle.deployments import Record, status
-from corral.serve.fleet.waiting import chosen_fleet
+from corral.serve.fleet.status import chosen_fleet
 
 QUIET_S = 15.0  # after which a stream without news sends an empty message
 

@@ -30,10 +30,10 @@ from corral.client.endpoint import Endpoint
 from corral.client.reply import Choice, Reply, Token
 from corral.client.sampling import PARAMETERS, STRUCTURED
 from corral.console.context import ConsoleContext, answer, body_of, events
-from corral.deploy.deployment.fleet import living_fleets
 from corral.deploy.deployment.state import State
-from corral.deploy.lifecycle.resolve import URL_VARIABLE, resolve, server_called
-from corral.deploy.lifecycle.successors import ChainMember, living_chains
+from corral.serve.fleet.chain import DeploymentReading, living_chains
+from corral.serve.fleet.record import living_fleets
+from corral.serve.resolve import URL_VARIABLE, resolve, server_called
 from corral.use.llm import token_bytes
 from corral.use.llm.llm import Prompt, exact_view, is_chat, request_for
 from corral.use.llm.token_view import Character, are_logits, characters, label
@@ -327,7 +327,7 @@ def servers() -> list[dict[str, Any]]:
     return sorted(found, key=lambda one: (not one["ready"], one["name"]))
 
 
-def _offered(name: str, chain: Sequence[ChainMember]) -> dict[str, Any]:
+def _offered(name: str, chain: Sequence[DeploymentReading]) -> dict[str, Any]:
     serving = [one for one in chain if one.state is State.READY]
     newest = (serving or chain)[-1]
     model = newest.status.model if newest.status else ""

@@ -25,8 +25,7 @@ from corral.base.errors import CorralError
 from corral.base.record import load_json, to_json
 from corral.console.commands import line_of
 from corral.deploy.deployment.events import Event, read_events
-from corral.deploy.deployment.fleet import FleetFolder, all_fleets
-from corral.deploy.deployment.folder import DeploymentFolder, all_folders, chain_of
+from corral.deploy.deployment.folder import DeploymentFolder, all_folders
 from corral.deploy.deployment.start_times import Expected, Phase, course_of, ends_at_s, expected_of
 from corral.deploy.deployment.state import ENDED, State
 from corral.deploy.launch.paste import is_secret_name
@@ -42,7 +41,9 @@ from corral.deploy.lifecycle.deployments import (
     unreadable,
 )
 from corral.deploy.targets.base import Queue
-from corral.serve.fleet.standing import fleet_status
+from corral.serve.fleet.chain import chain_of
+from corral.serve.fleet.record import FleetFolder, all_fleets
+from corral.serve.fleet.status import fleet_status
 
 ORDER = [str(phase.value) for phase in Phase]
 STAGING, QUEUE = State.STAGING.value, State.QUEUED.value

@@ -7,7 +7,6 @@ percent-encoded.
 
 from __future__ import annotations
 
-import re
 import secrets
 import shutil
 from dataclasses import dataclass
@@ -57,11 +56,6 @@ def set_aside(folder: Path) -> None:
         folder.rename(old)
 
 
-def chain_of(name: str) -> str:
-    """The name that a chain goes by: `NAME` of `NAME~2`."""
-    return re.sub(r"~\d+$", "", name)
-
-
 class FileIn:
     """The path of a file in a folder, by its name: an attribute of the class that owns the folder."""
 
@@ -94,9 +88,6 @@ class DeploymentFolder:
     job = FileIn("job.json")  # the batch job, on SLURM
     script = FileIn("job.sh")  # the batch script as it was submitted
     job_log = FileIn("job.log")  # its output
-    successors = FileIn("successors.json")  # the deployments that follow this one, where it is renewed
-    successors_lock = FileIn("successors.lock")
-    request = FileIn("wish.json")  # what successors are made from
     proxy = FileIn("proxy.json")  # the port of `corral proxy`, and who holds it
 
     @classmethod

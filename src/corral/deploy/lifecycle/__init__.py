@@ -1,1 +1,1 @@
-"""A deployment from its request to its end: bringing up, status, successors, tunnels, and finding a server."""
+"""A deployment from its request to its end: bringing up, status, waiting, tunnels."""

@@ -11,14 +11,12 @@ import secrets
 import shlex
 import shutil
 import time
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from corral.base.errors import CorralError, LaunchError
-from corral.base.files import write_atomic
 from corral.base.processes import own_identity
-from corral.base.record import dump_json
 from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.deployment.start_times import Phase, kind_of, planned_start
 from corral.deploy.deployment.state import Reason, State
@@ -27,7 +25,6 @@ from corral.deploy.lifecycle import deployments
 from corral.deploy.lifecycle.decision import DeployDecision, DeployRequest, runtime_of, sized
 from corral.deploy.lifecycle.rendering import Staged, render_launch
 from corral.deploy.lifecycle.staging import Staging, bring_model, measured
-from corral.deploy.lifecycle.successors import Chain, refuse_living_chain, write_chain
 from corral.deploy.lifecycle.watching import Reporter, wait_ready
 from corral.deploy.targets.base import Target
 from corral.engines import PINNED_VERSION
@@ -39,16 +36,27 @@ from corral.plan.models import store as model_store
 PORT_ATTEMPTS = 3  # a port that was free when chosen can be taken before the engine binds it
 
 
-def bring_up(request: DeployRequest, report: Reporter, wait: bool = True) -> deployments.Status:
+@dataclass(frozen=True)
+class ClaimHooks:
+    """What a caller adds when a name is claimed."""
+
+    refuse: Callable[[str], None] = lambda _: None  # raises where something else holds the name
+    prepare: Callable[[DeploymentFolder, DeployDecision], None] = lambda *_: None  # writes into the new folder
+
+
+def bring_up(
+    request: DeployRequest, report: Reporter, wait: bool = True, hooks: ClaimHooks | None = None
+) -> deployments.Status:
     """Decide, stage and launch; returns the ready deployment (or, without waiting, the starting one)."""
+    hooks = hooks or ClaimHooks()
     for _ in range(PORT_ATTEMPTS - 1):
         try:
-            return _bring_up_once(request, report, wait)
+            return _bring_up_once(request, report, wait, hooks)
         except LaunchError as error:
             if error.details.get("reason") != "port_taken" or request.port is not None:
                 raise
             report.note(f"{error.message} Starting again on another port.")
-    return _bring_up_once(request, report, wait)
+    return _bring_up_once(request, report, wait, hooks)
 
 
 def _new_record(decision: DeployDecision, target: Target) -> deployments.Record:
@@ -65,15 +73,15 @@ def _new_record(decision: DeployDecision, target: Target) -> deployments.Record:
     )
 
 
-def _bring_up_once(request: DeployRequest, report: Reporter, wait: bool) -> deployments.Status:
+def _bring_up_once(request: DeployRequest, report: Reporter, wait: bool, hooks: ClaimHooks) -> deployments.Status:
     target, decision = sized(request, report.note)
     record = _new_record(decision, target)
     if decision.inventory.gpu:
         _tell(decision, report)
-    refuse_living_chain(decision.name)
+    hooks.refuse(decision.name)
     folder = deployments.claim(record, lambda who: report.note(f"waiting for {who}, which uses the same name"))
     with _released_on_failure(folder):
-        _join_chain(request, decision, folder)
+        hooks.prepare(folder, decision)
         _stage_and_launch(decision, target, record, folder, report)
     return _wait_ready(folder, report) if wait else deployments.status(folder)
 
@@ -139,18 +147,6 @@ def _interrupted(folder: DeploymentFolder) -> str:
         if now.state is State.QUEUED:
             return f"{now.text}. Wait for it again: corral up --attach {name}. Stop it: corral down {name}"
     return f"it keeps starting in the background. Wait for it: corral up --attach {name}. Stop it: corral down {name}"
-
-
-def _join_chain(request: DeployRequest, decision: DeployDecision, folder: DeploymentFolder) -> None:
-    """A successor has its chain's key, so that clients' keys stay valid; a first keeps what others are made from."""
-    if request.follows:
-        write_atomic(folder.key, DeploymentFolder.of(request.follows).key.read_text(encoding="utf-8"))
-    elif request.renew:
-        path = Path(request.model).expanduser() if request.model else None
-        model = str(path.resolve()) if path and path.exists() else request.model or decision.source.name
-        resolved = replace(request, model=model, name=folder.name, served_name=decision.served_name)
-        write_atomic(folder.request, dump_json(resolved))
-        write_chain(folder, Chain(max_jobs=request.max_jobs))
 
 
 @contextlib.contextmanager

@@ -53,9 +53,6 @@ class DeployRequest:
     extra_args: tuple[str, ...] = ()
     extra_env: Mapping[str, str] = field(default_factory=dict)
     patience: Patience = field(default_factory=Patience)
-    renew: bool = False  # successors follow (see `deploy.lifecycle.successors`)
-    max_jobs: int | None = None
-    follows: str = ""  # the chain that this one continues
     share: NodeSlice = field(default_factory=NodeSlice)  # of machines that several deployments share
     words: tuple[str, ...] = ()  # the command line that requested it; it starts the deployment again
 

@@ -23,7 +23,6 @@ from corral.base.record import dump_json, load_json
 from corral.base.untrusted import parse_json
 from corral.client.endpoint import Endpoint
 from corral.deploy.deployment.events import Event, Follower, read_events
-from corral.deploy.deployment.fleet import refuse_fleet_name
 from corral.deploy.deployment.folder import DeploymentFolder, all_folders
 from corral.deploy.deployment.start_times import Expected, Stretch, course_of, ends_at_s, expected_of
 from corral.deploy.deployment.state import ENDED, Patience, Reason, State
@@ -115,7 +114,6 @@ def claim(record: Record, on_wait: Callable[[str], None]) -> DeploymentFolder:
     """Take a name for a new deployment; refuse it while another deployment holds it."""
     name = record.name
     folder = DeploymentFolder.of(name)
-    refuse_fleet_name(name)
     with exclusive_lock(deployments_dir() / f".{folder.path.name}.lock", on_wait):
         if folder.record.is_file():
             _refuse_living(folder)

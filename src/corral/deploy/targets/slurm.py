@@ -24,7 +24,7 @@ from corral.base.home import home_dir
 from corral.base.record import dump_json, to_json
 from corral.base.shell import run
 from corral.base.wording import duration, time_limit_s, time_limit_text
-from corral.deploy.deployment.folder import DeploymentFolder, chain_of
+from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.launch.links import Node, Ports
 from corral.deploy.launch.paste import as_batch
 from corral.deploy.launch.render import LaunchSpec, PlacedFile, agent_spec
@@ -301,6 +301,8 @@ class SlurmTarget(SlurmJobs, Target):
 
 
 def _renewer(deployment: str) -> str:
-    """The command that submits successors; the nodes share this machine's file system, and so this Python."""
+    """The command that submits the successor of a job; the nodes share this machine's file system, and so this
+    Python.
+    """
     home = f"CORRAL_HOME={shlex.quote(str(home_dir()))}"
-    return f"{home} {shlex.join([sys.executable, '-m', 'corral', 'renew', chain_of(deployment)])}"
+    return f"{home} {shlex.join([sys.executable, '-m', 'corral', 'renew', deployment])}"

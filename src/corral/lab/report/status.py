@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 from corral.base.wording import duration
 from corral.deploy.deployment.events import Event
-from corral.deploy.deployment.fleet import Judgement
 from corral.deploy.deployment.start_times import amount
 from corral.deploy.deployment.state import ENDED, State
 from corral.deploy.lifecycle.deployments import HeldJob, RankMember, Status
 from corral.lab.report import tables
 from corral.lab.report.screen import since
 from corral.plan.measured import Differences
-from corral.serve.fleet.standing import FleetStatus, MemberStatus
+from corral.serve.fleet.record import Judgement
+from corral.serve.fleet.status import FleetStatus, MemberStatus
 
 
 def deployment_row(status: Status) -> list[str]:

@@ -21,7 +21,7 @@ from corral.client.endpoint import Endpoint
 from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.deployment.start_times import Expected
 from corral.deploy.deployment.state import State
-from corral.deploy.lifecycle import bringup, deployments
+from corral.deploy.lifecycle import deployments
 from corral.deploy.lifecycle.decision import DeployRequest
 from corral.lab.bench.measure import Bench
 from corral.lab.tune.knobs import BASE, Knob, Setup, tuned_request
@@ -30,6 +30,7 @@ from corral.lab.tune.parallel_trials import Turns, run_beside, with_part
 from corral.lab.tune.race import RaceResult, next_order, verdict
 from corral.lab.tune.store import TuneRun, TuneSpec
 from corral.lab.tune.trials import Roofline, Trial, TrialOrder
+from corral.serve.fleet.start import bring_up
 
 LONGEST_NAME = 60
 
@@ -176,7 +177,7 @@ def _served(
         began_s = time.monotonic()
         waited.append(began_s - asked_s)
         try:
-            status = bringup.bring_up(request, _Phases(watcher.phase))
+            status = bring_up(request, _Phases(watcher.phase))
         except BaseException:
             _stop(name)
             raise

@@ -1,8 +1,11 @@
-"""The process that keeps a fleet: it looks once a second, and does what is due (`steps`), with an event for each.
+"""The process that keeps a fleet: it checks once a second, and does what is due (`steps`), with an event for each.
 
 It can be killed and started again at any time: what it knows is in the fleet's files and in its members' folders. One
 keeper at a time holds the fleet's keeper lock. Members are started and stopped in threads, so that one that takes
 long holds up no other.
+
+The keeper of a chain runs inside the chain's jobs, and wherever else `corral renew` was started: one of them holds
+the lock, and the others wait to take its place.
 """
 
 from __future__ import annotations
@@ -14,13 +17,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from corral.base.errors import ConflictError, CorralError
+from corral.base.errors import ConflictError, CorralError, UnreachableError
 from corral.base.lock import SILENT_S, FileLock
 from corral.base.processes import Identity
 from corral.base.record import load_json
 from corral.client.fanout import backoff_s
 from corral.deploy.deployment.events import append_event
-from corral.deploy.deployment.fleet import (
+from corral.deploy.deployment.folder import DeploymentFolder
+from corral.deploy.deployment.state import ENDED, Reason, State
+from corral.deploy.lifecycle import deployments
+from corral.deploy.targets.base import Queue
+from corral.serve.fleet.creation import place
+from corral.serve.fleet.pace import Pacer
+from corral.serve.fleet.processes import ensure_gateway
+from corral.serve.fleet.record import (
     Fleet,
     FleetFolder,
     FleetMember,
@@ -29,41 +39,69 @@ from corral.deploy.deployment.fleet import (
     read_fleet,
     read_loads,
 )
-from corral.deploy.deployment.folder import DeploymentFolder
-from corral.deploy.deployment.state import ENDED, State
-from corral.deploy.lifecycle import deployments
-from corral.deploy.targets.base import Queue
-from corral.serve.fleet.background import ensure_gateway
-from corral.serve.fleet.division import place
-from corral.serve.fleet.making import start_member
-from corral.serve.fleet.pace import Pacer
-from corral.serve.fleet.standing import load_of, member_status
+from corral.serve.fleet.start import load_request, start_member
+from corral.serve.fleet.status import load_of, member_status
 from corral.serve.fleet.steps import Act, FleetStep, MemberFacts, next_steps
 
-LOOK_S = 1.0
+INTERVAL_S = 1.0
+CHAIN_INTERVAL_S, HANDOVER_INTERVAL_S = (
+    15.0,
+    5.0,
+)  # each asks the scheduler; a hand-over is between two jobs that both run
+STANDBY_S = 5.0  # after which a keeper that waits for the end of another one checks again
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 300.0  # before a member that failed is started again
+SERVING = (State.READY, State.DRAINING)
+REFUSED_PAUSE_S = 30.0  # before a job of a chain is submitted again
+MOST_REFUSALS = 5  # after which a chain is closed
 SETTLED_S = 60.0  # one that was ready for so long begins anew with its pauses
 FINISH_S = 60.0  # for starts and stops under way when the keeper ends
 LEASE_S = 30.0  # how long what a scheduler says of a job's end is believed
 
 
-def keep(folder: FleetFolder, say: Callable[[str], None], wanted: Callable[[], bool] = lambda: True) -> str:
-    """Keep a fleet until it is closed, or nobody wants that any more; why, in words."""
-    with FileLock(folder.keeper, _refuse(folder), SILENT_S, beats=True):
-        keeper = Keeper(folder, say)
+def keep(
+    folder: FleetFolder, say: Callable[[str], None], wanted: Callable[[], bool] = lambda: True, once: bool = False
+) -> str:
+    """Keep a fleet until it is closed, or nobody wants that any more; why, in words. `once`: only what is due now."""
+    held = _stand_by(folder, wanted, once) if read_fleet(folder).chain else _refuse(folder)
+    try:
+        with FileLock(folder.keeper, held, SILENT_S, beats=True):
+            keeper = Keeper(folder, say)
+            try:
+                return _keep(keeper, wanted, once)
+            finally:
+                keeper.finish()
+    except _NotNeededError as error:
+        return str(error)
+    except FileNotFoundError:
+        if folder.record.exists():
+            raise
+        return "its folder is gone"
+
+
+def _keep(keeper: Keeper, wanted: Callable[[], bool], once: bool) -> str:
+    while wanted():
+        fleet = read_fleet(keeper.folder)
+        if fleet.closed:
+            return fleet.closed
+        acted = False
         try:
-            while wanted():
-                fleet = read_fleet(folder)
-                if fleet.closed:
-                    return fleet.closed
-                try:
-                    keeper.look(fleet)
-                except (CorralError, OSError) as error:  # a scheduler that does not answer, a disk that is full
-                    say(str(error))
-                time.sleep(LOOK_S)
-            return "told to stop; the members keep running"
-        finally:
-            keeper.finish()
+            acted = keeper.check(fleet)
+        except (CorralError, OSError) as error:  # a scheduler that does not answer, a disk that is full
+            keeper.say(str(error))
+        if once and not acted and not keeper.is_busy():
+            return keeper.waiting or "nothing is due"
+        _pause(keeper.pause_s(fleet, acted, once), wanted)
+    return "told to stop; the members keep running"
+
+
+def _pause(seconds: float, wanted: Callable[[], bool]) -> None:
+    until_s = time.monotonic() + seconds
+    while (left_s := until_s - time.monotonic()) > 0 and wanted():
+        time.sleep(min(INTERVAL_S, left_s))
+
+
+class _NotNeededError(Exception):
+    """Another keeper does the work of this one."""
 
 
 def _refuse(folder: FleetFolder) -> Callable[[Identity], None]:
@@ -76,46 +114,104 @@ def _refuse(folder: FleetFolder) -> Callable[[Identity], None]:
     return held
 
 
+def _stand_by(folder: FleetFolder, wanted: Callable[[], bool], once: bool) -> Callable[[Identity], None]:
+    """Wait until the other keeper of a chain ends: each of its jobs has one."""
+
+    def held(holder: Identity) -> None:
+        if once:
+            raise _NotNeededError(f"process {holder.pid} on {holder.host} keeps it")
+        if closed := read_fleet(folder).closed:
+            raise _NotNeededError(closed)
+        _pause(STANDBY_S, wanted)
+        if not wanted():
+            raise _NotNeededError("told to stop; the members keep running")
+
+    return held
+
+
 @dataclass
 class _Memory:
     """What the keeper remembers of a member."""
 
     failures: int = 0
     retry_s: float = 0.0
-    told: tuple[str, float] = ("", 0.0)  # the end that was counted: its state and when
-    lease: tuple[float, float | None] = (0.0, None)  # looked when; the last request
+    counted: tuple[str, float] = ("", 0.0)  # the end that was counted: its state and when
+    lease: tuple[float, float | None] = (0.0, None)  # asked when; the last request
     busy: threading.Thread | None = None
+    refusals: int = 0  # in a row, of a scheduler that answers
 
 
 @dataclass
 class Keeper:
-    """One fleet, looked after."""
+    """Looks after one fleet; what it remembers can be found out again."""
 
     folder: FleetFolder
     say: Callable[[str], None]
     memories: dict[str, _Memory] = field(default_factory=dict)
     strangers: set[str] = field(default_factory=set)  # deployments of others, with names of members to come
+    facts: dict[str, MemberFacts] = field(default_factory=dict)  # as they were last seen
+    waiting: str = ""  # what the next step of a chain waits for
     pacer: Pacer = field(init=False)
 
     def __post_init__(self) -> None:
-        self.pacer = Pacer(self.folder)
+        self.pacer = Pacer(self.folder, _margin_s(self.folder))
 
-    def look(self, fleet: Fleet) -> None:
-        """Look once, and do what is due."""
+    def check(self, fleet: Fleet) -> bool:
+        """Check all members once, and do what is due; whether anything was."""
         now_s = time.time()
         loads = read_loads(self.folder)
-        facts = {member.name: self._facts(member, loads, now_s) for member in fleet.members}
-        decided = self.pacer.decide(fleet, facts, now_s)
+        living = [member for member in fleet.members if not member.ended]
+        self.facts = {member.name: self._facts(fleet, member, loads, now_s) for member in living}
+        decided = self.pacer.decide(fleet, self.facts, now_s)
         if decided is not None:
             fleet = change_fleet(self.folder, lambda one: replace(one, wanted=decided.wanted))
             self._tell("scale", text=decided.why, wanted=decided.wanted)
-        for step in next_steps(fleet, facts, now_s, self.pacer.replacement_s, self.strangers):
+        steps = next_steps(fleet, self.facts, now_s, self.pacer.replacement_s, self.strangers)
+        for step in steps:
             self._act(fleet, step)
-        ensure_gateway(self.folder, self.say)
+        if fleet.chain:
+            self._tell_waiting(now_s)
+        else:
+            ensure_gateway(self.folder, self.say)
+        return bool(steps)
+
+    def pause_s(self, fleet: Fleet, acted: bool, once: bool) -> float:
+        """How long nothing can be due; a job that was added to a chain is to be submitted at once."""
+        if not fleet.chain or once:
+            return INTERVAL_S
+        if acted:
+            return 0.0
+        if len(self.facts) > 1:
+            return HANDOVER_INTERVAL_S
+        ends_s = [one.last_request_s for one in self.facts.values() if one.last_request_s is not None]
+        left_s = min(ends_s) - self.pacer.replacement_s - time.time() if ends_s else CHAIN_INTERVAL_S
+        return min(CHAIN_INTERVAL_S, max(INTERVAL_S, left_s))
+
+    def is_busy(self) -> bool:
+        """Whether members are being started or stopped."""
+        return any(memory.busy is not None and memory.busy.is_alive() for memory in self.memories.values())
+
+    def _tell_waiting(self, now_s: float) -> None:
+        """Say what the newest job of a chain is doing, once for each of its states."""
+        if not self.facts:
+            return
+        newest = list(self.facts.values())[-1]
+        text = f"{newest.name} is {newest.state or 'to be submitted'}"
+        if text == self.waiting:
+            return
+        self.waiting = text
+        if newest.last_request_s is not None:
+            queue_s, load_s = self.pacer.parts()
+            parts = f"queue {queue_s:.0f} s, load {load_s:.0f} s"
+            text += f" for {newest.last_request_s - now_s:.0f} s more"
+            text += f"; a successor needs {self.pacer.replacement_s:.0f} s ({parts})"
+        self.say(text)
 
     # what is known
 
-    def _facts(self, member: FleetMember, loads: Mapping[str, GatewayLoad], now_s: float) -> MemberFacts:
+    def _facts(
+        self, fleet: Fleet, member: FleetMember, loads: Mapping[str, GatewayLoad], now_s: float
+    ) -> MemberFacts:
         memory = self.memories.setdefault(member.name, _Memory())
         busy = memory.busy is not None and memory.busy.is_alive()
         seen = member_status(member)
@@ -128,11 +224,14 @@ class Keeper:
             status.text if status else "",
             status.since_s if status else 0.0,
             known.running if known else None,
-            self._last_request_s(member.name, memory, now_s) if seen.state is State.READY else None,
+            self._last_request_s(member.name, memory, now_s) if seen.state in SERVING else None,
             memory.retry_s,
             busy,
             status.created_s if status else 0.0,
+            status is not None and status.timings.ready_s is not None,
         )
+        if fleet.chain and not busy and _is_half_made(fleet, member):
+            return replace(facts, state=State.STOPPED, reason=Reason.INTERRUPTED)
         self._count(facts, memory, now_s)
         return replace(facts, retry_s=memory.retry_s)
 
@@ -140,8 +239,8 @@ class Keeper:
         """Note an end that nobody asked for once, with a pause that grows."""
         if facts.state is State.READY and now_s - facts.since_s > SETTLED_S:
             memory.failures = 0
-        if facts.state in ENDED and not facts.busy and memory.told != (facts.state.value, facts.since_s):
-            memory.told = (facts.state.value, facts.since_s)
+        if facts.state in ENDED and not facts.busy and memory.counted != (facts.state.value, facts.since_s):
+            memory.counted = (facts.state.value, facts.since_s)
             self._failed(memory, now_s)
 
     def _failed(self, memory: _Memory, now_s: float) -> None:
@@ -152,8 +251,8 @@ class Keeper:
 
     def _last_request_s(self, name: str, memory: _Memory, now_s: float) -> float | None:
         """When its job begins to drain; asked of the scheduler now and then."""
-        looked_s, last_s = memory.lease
-        if now_s - looked_s > LEASE_S:
+        asked_s, last_s = memory.lease
+        if now_s - asked_s > LEASE_S:
             folder = DeploymentFolder.of(name)
             with contextlib.suppress(CorralError, OSError):
                 target = deployments.target_of(load_json(deployments.Record, folder.record))
@@ -172,6 +271,8 @@ class Keeper:
             self._change(step.member, lambda one: replace(one, leaving=True, leaving_s=time.time()))
         elif step.act is Act.FORGET:
             self._forget(fleet, step.member)
+        elif step.act is Act.CLOSE:
+            change_fleet(self.folder, lambda one: replace(one, closed=one.closed or step.why))
         elif step.act is Act.START:
             self._in_thread(step.member, lambda: self._start(step.member))
         else:
@@ -198,6 +299,10 @@ class Keeper:
             change_fleet(self.folder, lambda one: replace(one, wanted=min(one.wanted, len(fleet.serving()))))
 
     def _forget(self, fleet: Fleet, name: str) -> None:
+        if fleet.chain:  # its name and number stay taken
+            never_ready = not self.facts[name].served
+            self._change(name, lambda one: replace(one, ended=True, never_ready=never_ready))
+            return
         member = fleet.member(name)
         gone = member is not None and not member.leaving and not fleet.keep  # its time is over, and nothing follows
 
@@ -221,11 +326,21 @@ class Keeper:
     def _start(self, name: str) -> None:
         try:
             start_member(self.folder, name)
+            self.memories.setdefault(name, _Memory()).refusals = 0
         except (CorralError, OSError) as error:
-            memory = self.memories.setdefault(name, _Memory())
-            self._failed(memory, time.time())
-            said = error.in_full if isinstance(error, CorralError) else str(error)
-            self._tell("failed", text=f"{name}: {said}", member=name)
+            self._failed_start(name, error)
+
+    def _failed_start(self, name: str, error: CorralError | OSError) -> None:
+        memory = self.memories.setdefault(name, _Memory())
+        self._failed(memory, time.time())
+        text = error.in_full if isinstance(error, CorralError) else str(error)
+        self._tell("failed", text=f"{name}: {text}", member=name)
+        if read_fleet(self.folder).chain:  # nobody else may be serving: try for as long as the scheduler is silent
+            memory.retry_s = time.time() + REFUSED_PAUSE_S
+            memory.refusals += not isinstance(error, UnreachableError)
+            if memory.refusals >= MOST_REFUSALS:
+                why = error.message if isinstance(error, CorralError) else str(error)
+                change_fleet(self.folder, lambda one: replace(one, closed=one.closed or why))
 
     def _stop(self, name: str) -> None:
         try:
@@ -248,3 +363,17 @@ class Keeper:
         self.say(str(details.get("text", kind)))
         with contextlib.suppress(OSError):
             append_event(self.folder.events, kind, **details)
+
+
+def _is_half_made(fleet: Fleet, member: FleetMember) -> bool:
+    """Whether a keeper that is gone began to submit it: whoever holds the keeper's lock is the only one."""
+    folder = DeploymentFolder.of(member.name)
+    return member.name != fleet.name and folder.record.is_file() and not folder.job.exists()
+
+
+def _margin_s(folder: FleetFolder) -> float | None:
+    """How much earlier than measured a job is to be replaced, where that was set (`renew_margin_s`)."""
+    with contextlib.suppress(CorralError, OSError, ValueError):
+        margin = load_request(folder).target_options.get("renew_margin_s")
+        return float(margin) if isinstance(margin, int | float | str) else None
+    return None

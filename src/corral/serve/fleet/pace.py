@@ -3,7 +3,8 @@
 The load of all gateways is put together. Work is counted in the tokens that gateways expect of a request when it
 arrives, prompt and answer: a member's capacity is how many requests were finished while others waited, times their
 usual tokens. So it does not matter how well gateways guess, as long as they guess alike. The time until a further
-member serves is measured on the members that there are: the wait of their jobs and the time they took to be ready.
+member serves is measured on the members that there are: the wait of their jobs and the time they took to be ready. A
+job's replacement is submitted that long before its end, plus a margin.
 """
 
 from __future__ import annotations
@@ -16,17 +17,16 @@ from statistics import mean, median
 from corral.base.errors import CorralError
 from corral.base.files import write_atomic
 from corral.base.record import dump_json, load_json
-from corral.deploy.deployment.fleet import Fleet, FleetFolder, GatewayLoad, Judgement, read_loads
 from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.deployment.state import State
 from corral.deploy.lifecycle import deployments
 from corral.deploy.targets.base import Queue
+from corral.serve.fleet.record import Fleet, FleetFolder, GatewayLoad, Judgement, read_fleet, read_loads
 from corral.serve.fleet.scaling import Course, Demand, SizeDecision, next_size, rate
-from corral.serve.fleet.standing import load_of
+from corral.serve.fleet.status import load_of
 from corral.serve.fleet.steps import MemberFacts
 
 PLANNED_LOAD_S = 600.0  # where nothing was measured and no plan says how long loading takes
-MARGIN = 1.5  # of the lead before a job's end
 LEAST_MARGIN_S = 60.0
 FULL_S = 10.0  # for so long requests must have waited before what members finish counts as all they can
 WINDOW_S = 30.0  # over which that is counted
@@ -48,6 +48,7 @@ class Pacer:
     """Remembers what was measured of one fleet."""
 
     folder: FleetFolder
+    margin_s: float | None = None  # as the user asked for it; None: half the load time
     capacity: float = 0.0
     course: Course = field(default_factory=Course)
     leads: dict[str, tuple[float, float]] = field(default_factory=dict)  # queue wait, load time; by launch
@@ -67,13 +68,14 @@ class Pacer:
     def parts(self) -> tuple[float, float]:
         """The wait in the queue and the load time: the middle of what members took."""
         if not self.leads:
-            return 0.0, PLANNED_LOAD_S
+            return 0.0, _planned_load_s(self.folder)
         return median(queue for queue, _ in self.leads.values()), median(load for _, load in self.leads.values())
 
     @property
     def replacement_s(self) -> float:
         """How long before the end of a job its replacement has to be submitted."""
-        return self.lead_s + max(LEAST_MARGIN_S, self.lead_s * (MARGIN - 1))
+        queue_s, load_s = self.parts()
+        return queue_s + load_s + (max(LEAST_MARGIN_S, load_s / 2) if self.margin_s is None else self.margin_s)
 
     def decide(self, fleet: Fleet, facts: Mapping[str, MemberFacts], now_s: float) -> SizeDecision | None:
         """Another number of members, where the load asks for it."""
@@ -98,11 +100,11 @@ class Pacer:
             self.full = []
             return
         done = {id: one.finished for id, one in loads.items()}
-        self.full = [*(look for look in self.full if now_s - look[0] <= WINDOW_S), (now_s, done, busy)]
+        self.full = [*(seen for seen in self.full if now_s - seen[0] <= WINDOW_S), (now_s, done, busy)]
         first_s, before, _ = self.full[0]
         made = sum(done[id] - before[id] for id in done if done[id] >= before.get(id, done[id] + 1))
         if now_s - first_s >= FULL_S and made:
-            each = made / (now_s - first_s) / mean(look[2] for look in self.full) * usual_tokens(load)
+            each = made / (now_s - first_s) / mean(seen[2] for seen in self.full) * usual_tokens(load)
             self.capacity = each if not self.capacity else (1 - NEW) * self.capacity + NEW * each
             self._save()
 
@@ -129,6 +131,12 @@ class Pacer:
         ready = sum(one.state is State.READY for one in facts.values())
         for launch in list(self.leads)[: -max(LAST_LAUNCHES, ready)]:
             del self.leads[launch]
+
+
+def _planned_load_s(folder: FleetFolder) -> float:
+    """As the plan of a member has it."""
+    plans = (deployments.plan_of(DeploymentFolder.of(one.name)) for one in read_fleet(folder).members)
+    return next((plan.speed.load_s for plan in plans if plan and plan.speed.load_s), PLANNED_LOAD_S)
 
 
 def _queue_s(folder: DeploymentFolder) -> float:

@@ -2,7 +2,12 @@
 
 A member that leaves gets no new requests from any gateway, and is stopped once its running ones have ended. One whose
 job nears its time limit is replaced before, where the fleet is kept; one that ended without being asked to is started
-again, after pauses that grow while it fails. Not covered: how many members are wanted (`scaling`).
+again, after pauses that grow while it fails.
+
+In a chain the newest job counts: older ones have their replacement and end with their time limit. A job that ended is
+followed by another under a new name, unless the next one would end in the same way; then the chain is closed.
+
+Not covered: how many members are wanted (`scaling`).
 """
 
 from __future__ import annotations
@@ -12,17 +17,25 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from corral.base.wording import counted
-from corral.deploy.deployment.fleet import Fleet
 from corral.deploy.deployment.state import ENDED, Reason, State
+from corral.serve.fleet.chain import successor_name
+from corral.serve.fleet.record import Fleet
 
 SEEN_S = 3.0  # within which every gateway knows that a member leaves
 DRAIN_MOST_S = 900.0  # for requests that run on a member that leaves
+MOST_FAILURES = 5  # jobs of a chain in a row that were never ready
 COMING = (State.STAGING, State.QUEUED, State.STARTING, State.LOADING)
+
+# ends that nobody asked for and that are not the model's fault: the same job may well work the next time
+BAD_LUCK = frozenset(
+    {Reason.WALLTIME, Reason.NODE_LOST, Reason.PREEMPTED, Reason.BOOT_FAILED, Reason.INTERRUPTED,
+     Reason.JOB_FORGOTTEN, Reason.MACHINE_RESTARTED, Reason.PORT_TAKEN, Reason.AGENT_KILLED}
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class MemberFacts:
-    """One member as it stands now."""
+    """What is known of one member now."""
 
     name: str
     state: State | None = None  # None: nothing of it was made yet
@@ -34,6 +47,7 @@ class MemberFacts:
     retry_s: float = 0.0  # one that failed is not started again before this time
     busy: bool = False  # it is being started or stopped right now
     created_s: float = 0.0  # wall-clock time of its launch: another one under its name has another
+    served: bool = False  # it was ready once
 
 
 class Act(enum.StrEnum):
@@ -42,8 +56,9 @@ class Act(enum.StrEnum):
     START = "start"  # the member, for the first time or again
     LEAVE = "leave"  # no new requests
     STOP = "stop"
-    FORGET = "forget"  # it has ended, and nothing takes its place
+    FORGET = "forget"  # it has ended, and is not started again
     ADD = "add"  # one more member, by that name
+    CLOSE = "close"  # the chain: nothing more follows
 
 
 @dataclass(frozen=True)
@@ -62,34 +77,72 @@ def next_steps(
 
     `strangers` are names that others have: no member is called so.
     """
-    found: list[FleetStep] = []
-    expiring, staying = set(), []
-    for member in fleet.members:
+    if fleet.chain and (hopeless := _hopeless(fleet, facts)):
+        return [hopeless]
+    steps: list[FleetStep] = []
+    expiring, staying = [], []
+    for member in (one for one in fleet.members if not one.ended):
         one = facts[member.name]
         if member.leaving:
-            found += _leaving(one, member.leaving_s, now_s)
-        elif one.state in ENDED and one.reason is Reason.WALLTIME:
-            found.append(FleetStep(Act.FORGET, one.name, "its job reached its time limit"))
+            steps += _leaving(fleet, one, member.leaving_s, now_s)
+        elif one.state in ENDED and _is_over(fleet, one):
+            at_limit = one.reason is Reason.WALLTIME
+            why = "its job reached its time limit" if at_limit else f"it has ended: {ending(one)}"
+            steps.append(FleetStep(Act.FORGET, one.name, why))
             if not fleet.keep:  # nothing takes its place
                 staying.append(one)
-        elif fleet.keep and _nears_its_end(one, now_s, lead_s):
-            expiring.add(one.name)
+        elif fleet.keep and _is_expiring(fleet, one, now_s, lead_s):
+            expiring.append(one)
         else:
             staying.append(one)
-            found += _starting(one, now_s)
+            steps += _starting(one, now_s)
     ready = sum(one.state is State.READY for one in staying)
-    for name in sorted(expiring):
-        last_s = facts[name].last_request_s or now_s
-        if now_s >= last_s - SEEN_S or ready >= fleet.wanted:
-            found.append(FleetStep(Act.LEAVE, name, f"its job begins to drain in {max(0.0, last_s - now_s):.0f} s"))
-    return found + _counted(fleet, staying, expiring, strangers)
+    steps += [step for one in expiring for step in _expiring(fleet, one, ready, now_s)]
+    soon = f"; {counted(len(expiring), 'job nears its end', 'jobs near their end')}" if expiring else ""
+    return steps + _counted(
+        fleet, staying, f"{soon}, and a replacement takes {lead_s:.0f} s" if soon else "", strangers
+    )
 
 
-def _leaving(one: MemberFacts, since_s: float, now_s: float) -> list[FleetStep]:
+def _hopeless(fleet: Fleet, facts: Mapping[str, MemberFacts]) -> FleetStep | None:
+    """Why no job can follow the newest one of a chain."""
+    newest = fleet.members[-1]
+    one = facts.get(newest.name)
+    if one is None or one.busy:
+        return None
+    if why := _why_nothing_follows(fleet, one):
+        return FleetStep(Act.CLOSE, one.name, why)
+    return None
+
+
+def _why_nothing_follows(fleet: Fleet, one: MemberFacts) -> str:
+    if one.state not in ENDED:
+        return f"{one.name} cannot start: {one.text}" if one.reason is Reason.CANNOT_START else ""
+    if one.reason in (Reason.REQUESTED, Reason.CANCELLED):
+        return f"{one.name} was ended: {ending(one)}"
+    if one.reason is Reason.INTERRUPTED:  # it is submitted again, but the first one's folder holds the chain
+        return "" if len(fleet.members) > 1 else f"{one.name} was never submitted: {ending(one)}"
+    if not one.served and one.reason not in BAD_LUCK:
+        return f"{one.name} was never ready: {ending(one)}"
+    if fleet.has_had_its_last_job():
+        return f"{one.name} was the last of {fleet.max_jobs}"
+    failures = 0 if one.served else 1 + _never_ready(fleet)
+    return f"the last {failures} were never ready: {ending(one)}" if failures >= MOST_FAILURES else ""
+
+
+def _never_ready(fleet: Fleet) -> int:
+    """How many jobs before the newest one were never ready, in a row."""
+    before = [member.never_ready for member in reversed(fleet.members[:-1])]
+    return before.index(False) if False in before else len(before)
+
+
+def _leaving(fleet: Fleet, one: MemberFacts, since_s: float, now_s: float) -> list[FleetStep]:
     if one.busy:
         return []
     if one.state is None or one.state in ENDED:
         return [FleetStep(Act.FORGET, one.name, "it has left")]
+    if fleet.chain:  # clients may use its own address: it ends with its job
+        return []
     waited_s = now_s - since_s
     if one.state in COMING:
         return [FleetStep(Act.STOP, one.name, f"it is no longer wanted, and was {one.state}")]
@@ -101,6 +154,13 @@ def _leaving(one: MemberFacts, since_s: float, now_s: float) -> list[FleetStep]:
         left = "an unknown number of requests" if one.running is None else f"{one.running} requests"
         return [FleetStep(Act.STOP, one.name, f"it still had {left} {waited_s:.0f} s after it was told to leave")]
     return []
+
+
+def _is_over(fleet: Fleet, one: MemberFacts) -> bool:
+    """Whether an ended member is not started again under its name."""
+    if fleet.chain:
+        return one.reason is not Reason.INTERRUPTED
+    return one.reason is Reason.WALLTIME
 
 
 def _starting(one: MemberFacts, now_s: float) -> list[FleetStep]:
@@ -117,30 +177,43 @@ def ending(one: MemberFacts) -> str:
     return f"{reason} ({one.text})" if one.text else reason
 
 
-def _nears_its_end(one: MemberFacts, now_s: float, lead_s: float) -> bool:
-    return one.state in (State.READY, State.DRAINING) and (
-        one.last_request_s is not None and one.last_request_s - now_s <= lead_s
-    )
+def _is_expiring(fleet: Fleet, one: MemberFacts, now_s: float, lead_s: float) -> bool:
+    """Whether another member has to take its place before its job ends."""
+    if fleet.chain and one.name != fleet.members[-1].name:  # its successor was submitted
+        return True
+    if fleet.has_had_its_last_job() or one.last_request_s is None:
+        return False
+    return one.state in (State.READY, State.DRAINING) and one.last_request_s - now_s <= lead_s
+
+
+def _expiring(fleet: Fleet, one: MemberFacts, ready: int, now_s: float) -> list[FleetStep]:
+    """It leaves once its replacement serves, or its job is about to drain and others serve."""
+    last_s = one.last_request_s
+    if last_s is not None and now_s >= last_s - SEEN_S and not fleet.chain:
+        return [FleetStep(Act.LEAVE, one.name, f"its job begins to drain in {max(0.0, last_s - now_s):.0f} s")]
+    if ready < fleet.wanted:
+        return []
+    left = f"; its job begins to drain in {last_s - now_s:.0f} s" if last_s is not None else ""
+    return [FleetStep(Act.LEAVE, one.name, f"its replacement is ready{left}")]
 
 
 def _counted(
-    fleet: Fleet, staying: Sequence[MemberFacts], expiring: set[str], strangers: Collection[str]
+    fleet: Fleet, staying: Sequence[MemberFacts], expiring: str, strangers: Collection[str]
 ) -> list[FleetStep]:
-    """One more, or one less, until as many stay as are wanted."""
+    """One more, or one less, until as many stay as are wanted; `expiring` says who does not stay."""
     lacking = fleet.wanted - len(staying)
+    why = f"{counted(fleet.wanted, 'member is', 'members are')} wanted; there are {len(staying)}{expiring}"
     if lacking > 0:
-        instead = f"; {len(expiring)} near the end of their jobs" if expiring else ""
-        why = f"{counted(fleet.wanted, 'member is', 'members are')} wanted; there are {len(staying)}{instead}"
         return [FleetStep(Act.ADD, name, why) for name in free_names(fleet, lacking, strangers)]
     first_to_go = sorted(staying, key=lambda one: (one.state is State.READY, one.running or 0, -_number(one.name)))
-    why = f"{counted(fleet.wanted, 'member is', 'members are')} wanted; there are {len(staying)}"
     return [FleetStep(Act.LEAVE, one.name, why) for one in first_to_go[: max(0, -lacking)]]
 
 
 def free_names(fleet: Fleet, count: int, strangers: Collection[str] = ()) -> list[str]:
     """The lowest numbers that nobody has, as names."""
     taken = {*strangers, *(member.name for member in fleet.members)}
-    names = (f"{fleet.name}-{number}" for number in range(1, len(taken) + count + 1))
+    numbers = range(1, len(taken) + count + 1)
+    names = (successor_name(fleet.name, n) if fleet.chain else f"{fleet.name}-{n}" for n in numbers)
     return [name for name in names if name not in taken][:count]
 
 

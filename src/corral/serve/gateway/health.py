@@ -15,8 +15,8 @@ from corral.client.client import Client
 from corral.client.endpoint import HeldKeyEndpoint
 from corral.client.errors import RequestError
 from corral.client.metrics import Reading, parse
-from corral.deploy.deployment.fleet import Judgement
 from corral.deploy.deployment.state import State
+from corral.serve.fleet.record import Judgement
 from corral.serve.gateway.gateway import Gateway
 from corral.serve.gateway.member import Member, judge, relative_speed
 

@@ -20,8 +20,8 @@ from corral.client.http1 import BadMessageError, Headers
 from corral.client.metrics import Reading
 from corral.client.peer_check import PeerCheck
 from corral.client.wire import HttpConnection
-from corral.deploy.deployment.fleet import Judgement
 from corral.deploy.deployment.state import State
+from corral.serve.fleet.record import Judgement
 from corral.serve.gateway.prompt import Holdings
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0

@@ -22,7 +22,8 @@ from corral.base.files import write_atomic
 from corral.base.processes import only_lingering, own_identity, port_refused
 from corral.base.record import dump_json, load_json
 from corral.client.client import run as run_loop
-from corral.deploy.deployment.fleet import (
+from corral.deploy.deployment.folder import DeploymentFolder
+from corral.serve.fleet.record import (
     FleetFolder,
     GatewayAddress,
     GatewayLoad,
@@ -31,7 +32,6 @@ from corral.deploy.deployment.fleet import (
     new_gateway_id,
     read_fleet,
 )
-from corral.deploy.deployment.folder import DeploymentFolder
 from corral.serve.gateway.gateway import Gateway, calm_collector
 from corral.serve.gateway.health import HealthMonitor
 from corral.serve.gateway.pages import Figures

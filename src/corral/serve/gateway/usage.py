@@ -16,7 +16,7 @@ from corral.client.client import Client
 from corral.client.endpoint import Endpoint
 from corral.client.errors import RequestError
 from corral.client.http1 import Headers
-from corral.deploy.deployment.fleet import all_fleets, held_gateways
+from corral.serve.fleet.record import all_fleets, held_gateways
 from corral.serve.gateway.keys import digest_of
 
 

@@ -1,4 +1,4 @@
-"""The servers behind a gateway: the members of fleets, and single deployments with their successors.
+"""The servers behind a gateway: the members of fleets and chains, and single deployments.
 
 A thread finds out how they are, because that reads files and asks schedulers; the gateway's loop is told. A server
 that cannot be asked keeps the address that it had, and a source whose files cannot be read at this moment (it is
@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from corral.base.errors import CorralError
 from corral.base.record import load_json
 from corral.client.endpoint import Endpoint
-from corral.deploy.deployment.fleet import FleetFolder, find_fleet, read_fleet
 from corral.deploy.deployment.folder import DeploymentFolder, open_folder
-from corral.deploy.deployment.state import ENDED, State
+from corral.deploy.deployment.state import State
 from corral.deploy.lifecycle import deployments
-from corral.deploy.lifecycle.successors import members as chain_members
 from corral.deploy.lifecycle.tunnel import ensure_tunnel, needs_tunnel, tunnel_holder
+from corral.serve.fleet.chain import DeploymentReading, read_chain, read_deployment
+from corral.serve.fleet.record import FleetFolder, FleetMember, find_fleet, read_fleet
 from corral.serve.gateway.keys import digest_of, read_keys
 from corral.serve.gateway.member import MemberReading
 from corral.serve.gateway.usage import KeyGrant
@@ -38,11 +38,9 @@ class Source:
 
     def deployments(self) -> list[tuple[DeploymentFolder, bool]]:
         """The deployments that serve it now, oldest first, and whether each is leaving."""
-        if self.fleet is None:
-            roots = [(DeploymentFolder.of(self.name), False)]
-        else:
-            roots = [(DeploymentFolder.of(one.name), one.leaving) for one in read_fleet(self.fleet).members]
-        return [(folder, leaving) for root, leaving in roots for folder in chain_members(root)]
+        fleet = read_fleet(self.fleet) if self.fleet else read_chain(DeploymentFolder.of(self.name))
+        members = fleet.members if fleet else [FleetMember(self.name)]
+        return [(DeploymentFolder.of(one.name), one.leaving) for one in members]
 
     def key_file(self) -> str:
         return str(self.fleet.key if self.fleet else DeploymentFolder.of(self.name).key)
@@ -83,19 +81,6 @@ class _SourceReading:
     deployments: tuple[tuple[DeploymentFolder, bool], ...]
 
 
-@dataclass(frozen=True)
-class _DeploymentReading:
-    """A deployment, as far as it could be asked."""
-
-    status: deployments.Status | None  # None: it could not be asked
-    text: str = ""
-    stamp: Stamp = (0, 0)
-
-    @property
-    def state(self) -> State:
-        return self.status.state if self.status else State.UNKNOWN
-
-
 class Watcher(threading.Thread):
     """Reads all sources every second or so, and tells the gateway."""
 
@@ -104,7 +89,7 @@ class Watcher(threading.Thread):
         self._sources, self._tell = sources, tell
         self._stop = threading.Event()
         self._known_sources: dict[str, _SourceReading] = {}
-        self._known: dict[str, _DeploymentReading] = {}
+        self._known: dict[str, DeploymentReading] = {}
         self._addresses: dict[str, tuple[str, str]] = {}  # URL and key, when the deployment could last be asked
         self._seats: dict[tuple[str, Stamp], int | None] = {}
         self._tunnelled: dict[tuple[str, Stamp], bool] = {}  # whether a deployment is reached through a tunnel
@@ -122,15 +107,15 @@ class Watcher(threading.Thread):
         """Everything, now."""
         readings: list[MemberReading] = []
         grants: list[KeyGrant] = []
-        known: dict[str, _DeploymentReading] = {}
+        known: dict[str, DeploymentReading] = {}
         for source in self._sources:
             files = self._source(source)
             if files is None:
                 continue
             grants.append(files.grant)
             for folder, leaving in files.deployments:
-                known[folder.name] = one = _read_deployment(folder, self._known.get(folder.name))
-                readings.append(self._reading(folder, one, source.name, files.model, leaving))
+                known[folder.name] = one = read_deployment(folder, self._known.get(folder.name))
+                readings.append(self._reading(one, source.name, files.model, leaving))
         self._known = known
         return GatewaySnapshot(tuple(readings), (*grants, *_client_grants()))
 
@@ -141,19 +126,17 @@ class Watcher(threading.Thread):
             self._known_sources[source.name] = _SourceReading(model, grant, tuple(source.deployments()))
         return self._known_sources.get(source.name)
 
-    def _reading(
-        self, folder: DeploymentFolder, one: _DeploymentReading, source: str, model: str, leaving: bool
-    ) -> MemberReading:
-        name, status = folder.name, one.status
+    def _reading(self, one: DeploymentReading, source: str, model: str, leaving: bool) -> MemberReading:
+        name, status = one.folder.name, one.status
         if status is not None:
             endpoint = status.endpoint
             self._addresses[name] = (endpoint.root, _key(endpoint)) if endpoint else ("", "")
         if one.state is State.READY:
             with contextlib.suppress(CorralError, OSError):
-                self._open_tunnel(folder, one.stamp)
+                self._open_tunnel(one.folder, one.stamp)
         url, key = self._addresses.get(name, ("", ""))
         text = status.text if status else one.text
-        return MemberReading(name, one.state, url, text, model, key, self._seats_of(folder, one), source, leaving)
+        return MemberReading(name, one.state, url, text, model, key, self._seats_of(one), source, leaving)
 
     def _open_tunnel(self, folder: DeploymentFolder, stamp: Stamp) -> None:
         """Open a tunnel where one is needed and none is held: it may never have been opened, or its holder died."""
@@ -163,26 +146,14 @@ class Watcher(threading.Thread):
         if self._tunnelled[key] and tunnel_holder(folder) is None:
             ensure_tunnel(folder)
 
-    def _seats_of(self, folder: DeploymentFolder, one: _DeploymentReading) -> int | None:
-        key = (folder.name, one.stamp)
+    def _seats_of(self, one: DeploymentReading) -> int | None:
+        key = (one.folder.name, one.stamp)
         if key not in self._seats:
-            plan = deployments.plan_of(folder)
+            plan = deployments.plan_of(one.folder)
             if plan is None:
                 return None  # it may still come
             self._seats[key] = plan.seats
         return self._seats[key]
-
-
-def _read_deployment(folder: DeploymentFolder, before: _DeploymentReading | None) -> _DeploymentReading:
-    """The status of a deployment; one that is known to have ended is not asked again."""
-    try:
-        record = folder.record.stat()
-        stamp = (record.st_ino, record.st_mtime_ns)
-        if before is not None and before.state in ENDED and before.stamp == stamp:
-            return before
-        return _DeploymentReading(deployments.status(folder), stamp=stamp)
-    except (CorralError, OSError) as error:
-        return _DeploymentReading(None, str(error))
 
 
 def _key(endpoint: Endpoint) -> str:

@@ -33,10 +33,11 @@ from corral.base.record import dump_json, load_json
 from corral.client.endpoint import Absence, Endpoint
 from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.deployment.state import ENDED, Reason
-from corral.deploy.lifecycle import bringup, deployments
-from corral.deploy.lifecycle.absence import describe
+from corral.deploy.lifecycle import deployments
 from corral.deploy.lifecycle.decision import sized
 from corral.deploy.targets.base import JobState, OwnJob, Queue, Target, load_target
+from corral.serve.fleet.start import bring_up
+from corral.serve.resolve import describe
 from corral.use.batch.batch import BatchResult, run_batch, saved_spec
 from corral.use.batch.core.folder import BatchFolder
 from corral.use.batch.core.ledger import read_ledger
@@ -182,7 +183,7 @@ def submit(
         runner = [*_python(), "batch", "in-job", str(folder.output), "--deployment", number, "--jobs", str(jobs),
                   "--max-jobs", str(limit), *runner_options]  # fmt: skip
         options = target.with_runner(servers.start_model.more.get("target_options", {}), runner)
-        bringup.bring_up(servers.start_model.request(number, target_options=options), reporter, wait=False)
+        bring_up(servers.start_model.request(number, target_options=options), reporter, wait=False)
         queued.append(target.job_of(DeploymentFolder.of(number)))
         add_job(folder, queued[-1], number, target)
     return SubmittedBatch(spec.output, rows, tuple(queued))

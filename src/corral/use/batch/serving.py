@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from corral.base.errors import CorralError, NotFoundError, UsageError
 from corral.client.endpoint import ModelServer
 from corral.deploy.deployment.folder import DeploymentFolder
-from corral.deploy.lifecycle.resolve import DeploymentServer, FleetServer, find_servers, served_by
+from corral.serve.resolve import DeploymentServer, FleetServer, find_servers, served_by
 from corral.use.batch.core.run import Assignment, Listener, RunSummary, run_assignment
 from corral.use.batch.core.runner import RunnerSettings, Work
 from corral.use.batch.in_process import InProcessServer, as_used
@@ -118,9 +118,10 @@ def started_name(output: str) -> str:
 def _started(servers: BatchServers, model: ModelToStart, spec: BatchSpec, reporter: Any) -> Iterator[Served]:
     """Plan the model now, start it when the input has been checked, and stop it at the end, whatever happens."""
     from corral.deploy.deployment.state import ENDED
-    from corral.deploy.lifecycle import bringup, deployments
+    from corral.deploy.lifecycle import deployments
     from corral.deploy.lifecycle.decision import sized
     from corral.deploy.lifecycle.watching import wait_ready
+    from corral.serve.fleet.start import bring_up
 
     name = started_name(spec.output)
     request = model.request(name)
@@ -134,7 +135,7 @@ def _started(servers: BatchServers, model: ModelToStart, spec: BatchSpec, report
         if running:
             wait_ready(folder, reporter)
         else:
-            bringup.bring_up(request, reporter)
+            bring_up(request, reporter)
         return [InProcessServer(DeploymentServer(name), over_http=not servers.in_process)]
 
     try:

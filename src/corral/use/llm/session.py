@@ -11,11 +11,12 @@ from corral.base.processes import own_identity
 from corral.base.record import load_json
 from corral.client.endpoint import Endpoint
 from corral.deploy.deployment.folder import all_folders, open_folder
-from corral.deploy.lifecycle import bringup, deployments
+from corral.deploy.lifecycle import deployments
 from corral.deploy.lifecycle.decision import DeployRequest
-from corral.deploy.lifecycle.resolve import ready_endpoint, resolve
 from corral.deploy.lifecycle.watching import Lines
 from corral.plan.contract import Goal
+from corral.serve.fleet.start import bring_up
+from corral.serve.resolve import ready_endpoint, resolve
 from corral.use.llm.llm import LLM
 
 
@@ -53,7 +54,7 @@ def up(
 def _serve(request: DeployRequest, reuse: bool, quiet: bool) -> LLM:
     began_s = time.time()
     try:
-        status = bringup.bring_up(request, Lines(quiet))
+        status = bring_up(request, Lines(quiet))
     except ConflictError as error:
         if reuse and error.details.get("state") == "ready":
             endpoint = ready_endpoint(str(error.details["name"]))

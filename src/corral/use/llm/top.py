@@ -17,10 +17,10 @@ from corral.client import metrics as engine_metrics
 from corral.client.client import Client
 from corral.client.endpoint import Endpoint
 from corral.client.metrics import Latencies, Load, Reading, percentile, read_latencies
-from corral.deploy.deployment.fleet import FleetFolder, living_fleets
 from corral.deploy.deployment.state import State
 from corral.deploy.lifecycle.deployments import Status, statuses
-from corral.deploy.lifecycle.resolve import fleet_endpoint
+from corral.serve.fleet.record import FleetFolder, living_fleets
+from corral.serve.resolve import fleet_endpoint
 
 
 @dataclass(frozen=True)

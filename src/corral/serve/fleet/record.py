@@ -11,6 +11,10 @@
 
 A member is an ordinary deployment called `FLEET-1`, `FLEET-2`, …; its folder is a deployment's. A fleet and a
 deployment never have the same name. Only who holds the fleet's lock writes `fleet.json`; gateways write their own.
+
+A chain (`corral up --renew`) is a fleet of one whose jobs follow each other as `NAME`, `NAME~2`, `NAME~3`, …. It
+keeps these files in the folder of the deployment `NAME`, whose key is that of all its jobs, and it has no gateway of
+its own (see `serve.fleet.chain`).
 """
 
 from __future__ import annotations
@@ -48,6 +52,8 @@ class FleetMember:
     leaving_s: float = 0.0  # wall-clock time since when
     share: NodeSlice = field(default_factory=NodeSlice)  # of the fleet's machines
     added_s: float = 0.0  # wall-clock time since when it belongs to the fleet: what ended before had only its name
+    ended: bool = False  # of a chain: its job is over, and nothing more is asked of it
+    never_ready: bool = False  # of a chain: it ended without having been ready
 
 
 @dataclass(frozen=True)
@@ -77,10 +83,15 @@ class Fleet:
     nodes: tuple[FleetNode, ...] = ()  # that members share; empty: whoever gives the nodes divides them
     keep: bool = False  # a member whose job reaches its time limit is replaced in time
     closed: str = ""  # why it has ended; empty while it is to run
+    chain: bool = False  # its members are jobs that follow each other; its keeper runs inside them
+    max_jobs: int | None = None  # of a chain, in all; None: without end
 
     def serving(self) -> tuple[str, ...]:
         """The members that may get new requests."""
-        return tuple(one.name for one in self.members if not one.leaving)
+        return tuple(one.name for one in self.members if not one.leaving and not one.ended)
+
+    def has_had_its_last_job(self) -> bool:
+        return self.max_jobs is not None and len(self.members) >= self.max_jobs
 
     def member(self, name: str) -> FleetMember | None:
         return next((one for one in self.members if one.name == name), None)
@@ -231,8 +242,8 @@ def create_fleet(fleet: Fleet) -> FleetFolder:
 
 def refuse_fleet_name(name: str) -> None:
     """Raise where a fleet that has not ended goes by that name."""
-    found = find_fleet(name)
-    if found is not None and not read_fleet(found).closed:
+    folder = find_fleet(name)
+    if folder is not None and not read_fleet(folder).closed:
         raise ConflictError(
             f"a fleet is called {name!r}.",
             "Use it, change its size with `corral scale`, end it with `corral down`, or choose another --name.",
@@ -271,13 +282,13 @@ def all_fleets() -> list[FleetFolder]:
 
 def living_fleets() -> list[Fleet]:
     """The records of all fleets that have not ended; one that cannot be read hides no other."""
-    found = []
+    fleets = []
     for folder in all_fleets():
         with contextlib.suppress(CorralError, OSError):
             fleet = read_fleet(folder)
             if not fleet.closed:
-                found.append(fleet)
-    return found
+                fleets.append(fleet)
+    return fleets
 
 
 def member_fleet(name: str) -> str:
@@ -319,26 +330,26 @@ def new_gateway_id() -> str:
 
 def held_gateways(folder: FleetFolder) -> dict[str, GatewayAddress]:
     """The gateways that run, by their ids, oldest first; one of another machine while it writes its load."""
-    found = {}
+    gateways = {}
     for path in sorted(_gateway_files(folder), key=_stamp_s):
         with contextlib.suppress(OSError, CorralError):
             id, saved = path.stem, load_json(GatewayAddress, path)
             if saved.holder is None or saved.holder.is_gone():
                 continue
             if saved.holder.is_here() or _is_fresh(folder.gateway_load(id)):
-                found[id] = saved
-    return found
+                gateways[id] = saved
+    return gateways
 
 
 def read_loads(folder: FleetFolder, fresh_s: float = FRESH_S) -> dict[str, GatewayLoad]:
     """What the running gateways have to do, by their ids; one that wrote nothing for a while is left out."""
-    found = {}
+    loads = {}
     for id in held_gateways(folder):
         with contextlib.suppress(OSError, CorralError):
             load = load_json(GatewayLoad, folder.gateway_load(id))
             if time.time() - load.time_s <= fresh_s:
-                found[id] = load
-    return found
+                loads[id] = load
+    return loads
 
 
 def _gateway_files(folder: FleetFolder) -> list[Path]:

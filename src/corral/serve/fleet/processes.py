@@ -19,9 +19,9 @@ from corral.base.lock import holder_of
 from corral.base.processes import Identity, identify
 from corral.base.record import dump_json, load_json
 from corral.deploy.deployment.events import append_event
-from corral.deploy.deployment.fleet import FleetFolder, change_fleet, held_gateways, read_fleet
 from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.lifecycle import deployments
+from corral.serve.fleet.record import FleetFolder, change_fleet, held_gateways, read_fleet
 
 GATEWAY_PAUSE_S = 5.0  # between two starts of a gateway that ends at once
 ENDING_S = 90.0  # a keeper finishes what it has begun
@@ -46,10 +46,10 @@ def ensure_gateway(folder: FleetFolder, say: Callable[[str], None]) -> None:
     if fleet.closed:
         return
     say("starting the gateway" if own is None else f"the gateway (process {own.pid}) has ended; starting it again")
-    words = ["gateway", "--bind", fleet.host, "--route", fleet.route]
+    argv = ["gateway", "--bind", fleet.host, "--route", fleet.route]
     if fleet.port is not None:
-        words += ["--port", str(fleet.port)]
-    process = _spawn([sys.executable, "-m", "corral", *words, fleet.name], folder.gateway_log)
+        argv += ["--port", str(fleet.port)]
+    process = _spawn([sys.executable, "-m", "corral", *argv, fleet.name], folder.gateway_log)
     write_atomic(folder.own_gateway, dump_json(identify(process.pid)))
 
 
@@ -67,19 +67,19 @@ def _reap() -> None:
 
 
 def _spawn(command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
-    """A process that outlives this one; what it says goes to a file."""
-    said = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    """Start a process that outlives this one; its output goes to a file."""
+    output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     try:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=said, stderr=said, start_new_session=True, close_fds=True
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True, close_fds=True
         )
     finally:
-        os.close(said)
+        os.close(output)
     _STARTED.append(process)
     return process
 
 
-# the end
+# The end
 
 
 def end_fleet(folder: FleetFolder, why: str) -> list[tuple[str, deployments.Status | CorralError]]:

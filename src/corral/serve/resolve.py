@@ -6,7 +6,8 @@ fleet is one, too: it is reached by its gateway, with the fleet's key. The serve
 so nobody types a path.
 
 `resolve` gives an endpoint that can be used now. `find_servers` gives what a long job uses: servers that may be away
-for a while and come back elsewhere. A key given in memory or by an environment variable stays in memory.
+for a while and come back elsewhere; `absence_of` says why one is away: what it is doing and for how long, or how it
+ended, in its own diagnosis. A key given in memory or by an environment variable stays in memory.
 """
 
 from __future__ import annotations
@@ -21,16 +22,17 @@ from typing import Any
 
 from corral.base.errors import ConflictError, CorralError, LaunchError, NotFoundError, UnreachableError, UsageError
 from corral.base.record import load_json, nearest
+from corral.base.wording import duration
 from corral.client.client import Client
 from corral.client.endpoint import Absence, Endpoint, FixedServer, HeldKeyEndpoint, ModelServer
 from corral.client.errors import MalformedReplyError, error_from_status
-from corral.deploy.deployment.fleet import FleetFolder, find_fleet, held_gateways, living_fleets, read_fleet
 from corral.deploy.deployment.folder import DeploymentFolder, open_folder
-from corral.deploy.deployment.state import ENDED, State
+from corral.deploy.deployment.state import ENDED, Reason, State
 from corral.deploy.lifecycle import deployments
-from corral.deploy.lifecycle.absence import absence_of, describe, ending_of
-from corral.deploy.lifecycle.successors import living_chains, newest_ready
+from corral.deploy.lifecycle.deployments import Status
 from corral.deploy.lifecycle.tunnel import ensure_tunnel
+from corral.serve.fleet.chain import DeploymentReading, living_chains, newest_ready, read_chain, read_members
+from corral.serve.fleet.record import FleetFolder, find_fleet, held_gateways, living_fleets, read_fleet
 
 URL_VARIABLE, KEY_VARIABLE = "OPENAI_BASE_URL", "OPENAI_API_KEY"
 _ASKED_AGAIN = 2
@@ -247,6 +249,52 @@ def _only_deployment(ready: bool) -> str:
     raise NotFoundError(
         "no deployment is ready.", f"Start one with `corral up`, or give --url (or set {URL_VARIABLE})."
     )
+
+
+# Why a server does not answer
+
+
+def describe(status: Status, now_s: float) -> str:
+    """What a deployment is doing, for somebody who waits for it."""
+    if status.state is State.READY:
+        return f"{status.name} is ready, but its server does not answer"
+    if status.state in (State.STARTING, State.LOADING):
+        amount = f" {status.done}/{status.total}" if status.total else ""
+        elapsed_s = max(0.0, now_s - (status.phase_since_s or status.since_s))
+        usual = f" ({status.expected.text})" if status.expected else ""
+        return f"{status.name} is {status.phase or status.state}{amount}, for {duration(elapsed_s)} now{usual}"
+    return f"{status.name} is {status.state}" + (f": {status.text}" if status.text else "")
+
+
+def ending_of(status: Status) -> CorralError:
+    """The error that tells how a deployment ended; one that failed has its own diagnosis and remedy."""
+    why = f": {status.text}" if status.text else ""
+    again = f"Start it again with `corral up`; `corral logs {shlex.quote(status.name)}` shows its last words."
+    reason = status.reason.value if status.reason else ""
+    details = {"name": status.name, "state": status.state.value, "reason": reason}
+    if status.state is State.FAILED:
+        return LaunchError(f"{status.name!r} has failed{why}.", status.remedy or again, **details)
+    return NotFoundError(f"{status.name!r} is stopped{why}.", status.remedy or again, **details)
+
+
+def absence_of(folder: DeploymentFolder) -> Absence:
+    """Why neither a deployment nor any of its successors answers."""
+    members = read_members(folder)
+    coming = [one for one in members if one.state not in ENDED]
+    if coming:
+        return _coming(coming[-1])
+    chain, last = read_chain(folder), members[-1].status
+    if chain is not None and not chain.closed:
+        return Absence(f"{members[-1].folder.name} has ended, and its successor is not submitted yet")
+    assert last is not None  # one that could not be asked is of unknown state, which is no end
+    error = ending_of(last)
+    return Absence(error.message.rstrip("."), error.remedy, error, last.reason is Reason.REQUESTED)
+
+
+def _coming(one: DeploymentReading) -> Absence:
+    if one.status is None:
+        return Absence(f"{one.folder.name} cannot be read: {one.text}")
+    return Absence(describe(one.status, time.time()), one.status.remedy)
 
 
 # What a server serves

@@ -1,0 +1,217 @@
+"""The status of a fleet: its members, the load on them, where it is reached; and waiting until it serves."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from corral.base.errors import CorralError, LaunchError
+from corral.base.lock import holder_of
+from corral.client.endpoint import Endpoint
+from corral.deploy.deployment.diagnosis import last_lines
+from corral.deploy.deployment.folder import DeploymentFolder
+from corral.deploy.deployment.state import ENDED, State
+from corral.deploy.lifecycle import deployments
+from corral.deploy.lifecycle.watching import Reporter, learn_from
+from corral.serve.fleet.chain import living_chains
+from corral.serve.fleet.record import (
+    Fleet,
+    FleetFolder,
+    FleetMember,
+    GatewayLoad,
+    Judgement,
+    MemberLoad,
+    find_fleet,
+    held_gateways,
+    living_fleets,
+    read_fleet,
+    read_loads,
+)
+from corral.serve.fleet.steps import BAD_LUCK
+
+ORDER = (State.READY, State.DRAINING, State.LOADING, State.STARTING, State.STAGING, State.QUEUED)
+WORST = (Judgement.GONE, Judgement.HUNG, Judgement.SLOW, Judgement.OK)
+
+
+@dataclass(frozen=True)
+class MemberStatus:
+    """One member: the status of its deployment, and its load."""
+
+    name: str
+    leaving: bool
+    status: deployments.Status | None  # None: it was not started yet; of unknown state where it cannot be read
+    load: MemberLoad | None  # None: no gateway has it
+    text: str = ""
+
+    @property
+    def state(self) -> State | None:
+        return self.status.state if self.status else None
+
+
+@dataclass(frozen=True)
+class FleetStatus:
+    """The status of a fleet now."""
+
+    name: str
+    state: State
+    text: str
+    model: str
+    least: int
+    most: int
+    wanted: int
+    ready: int
+    running: int  # requests
+    waiting: int
+    created_s: float
+    endpoint: Endpoint | None
+    gateways: tuple[str, ...]
+    kept: bool  # whether a keeper runs
+    members: tuple[MemberStatus, ...]
+
+
+def fleet_status(folder: FleetFolder) -> FleetStatus:
+    """A fleet with all its members."""
+    fleet, loads = read_fleet(folder), list(read_loads(folder).values())
+    addresses = [one.url for one in held_gateways(folder).values()]
+    members = tuple(member_status(one, load_of(loads, one.name)) for one in fleet.members)
+    ready = sum(one.state is State.READY and not one.leaving for one in members)
+    state, text = _state(fleet, members, bool(addresses), ready)
+    serves = bool(addresses) and not fleet.closed
+    return FleetStatus(
+        name=fleet.name,
+        state=state,
+        text=text,
+        model=fleet.model,
+        least=fleet.least,
+        most=fleet.most,
+        wanted=fleet.wanted,
+        ready=ready,
+        running=sum(load.running for load in loads),
+        waiting=sum(load.waiting for load in loads),
+        created_s=fleet.created_s,
+        endpoint=Endpoint(f"{addresses[0]}/v1", fleet.model, str(folder.key)) if serves else None,
+        gateways=tuple(addresses),
+        kept=holder_of(folder.keeper) is not None,
+        members=members,
+    )
+
+
+def member_status(member: FleetMember, load: MemberLoad | None = None) -> MemberStatus:
+    """A member's deployment, as far as it can be asked; one that ended under its name before is not its own."""
+    status, text = None, "not started yet"
+    folder = DeploymentFolder.of(member.name)
+    try:
+        current = deployments.status(folder) if folder.record.is_file() else None
+        if current is not None and not (current.state in ENDED and current.created_s < member.added_s):
+            status, text = current, ""
+    except (CorralError, OSError) as error:
+        status, text = deployments.unreadable(folder, error), str(error)
+    return MemberStatus(member.name, member.leaving, status, load, text)
+
+
+def _state(fleet: Fleet, members: tuple[MemberStatus, ...], reached: bool, ready: int) -> tuple[State, str]:
+    """One state for all of it: ready as soon as one member serves through a gateway."""
+    count = f"{ready} of {fleet.wanted} ready"
+    if fleet.closed:
+        return State.STOPPED, fleet.closed
+    if ready and reached:
+        return State.READY, count
+    if ready:
+        return State.STARTING, f"{count}; its gateway is not running yet"
+    states = [one.state for one in members if one.state and one.state not in ENDED]
+    best = next((state for state in ORDER if state in states), State.STARTING)
+    return State.STARTING if best is State.READY else best, count
+
+
+def load_of(loads: list[GatewayLoad] | Mapping[str, GatewayLoad], name: str) -> MemberLoad | None:
+    """What all gateways together have on a member; the worst of what they hold of it."""
+    known = [load.members[name] for load in (loads.values() if isinstance(loads, Mapping) else loads)
+             if name in load.members]  # fmt: skip
+    if not known:
+        return None
+    return MemberLoad(
+        running=sum(one.running for one in known),
+        outstanding_tokens=sum(one.outstanding_tokens for one in known),
+        tokens_per_s=sum(one.tokens_per_s for one in known),
+        last_progress_s=max(one.last_progress_s for one in known),
+        judged=min((one.judged for one in known), key=WORST.index),
+    )
+
+
+INTERVAL_S = 0.5
+GATEWAY_PATIENCE_S = 60.0  # from the first ready member on
+
+
+def chosen_fleet(name: str | None) -> FleetFolder | None:
+    """The fleet of that name; without a name the only one, where nothing else runs. None: a deployment is meant."""
+    if name is not None:
+        return find_fleet(name)
+    fleets = living_fleets()
+    members = {member.name for fleet in fleets for member in fleet.members}
+    if len(fleets) != 1 or set(living_chains()) - members:
+        return None
+    return FleetFolder.of(fleets[0].name)
+
+
+def wait_fleet(folder: FleetFolder, report: Reporter, clock: Callable[[], float] = time.monotonic) -> FleetStatus:
+    """Follow a fleet until it serves with as many members as it has at least."""
+    told: dict[str, str] = {}
+    alone_s: float | None = None  # since when members are ready and no gateway is
+    report.phase("starting members")
+    while True:
+        fleet = fleet_status(folder)
+        if fleet.state is State.STOPPED:
+            raise LaunchError(
+                f"the fleet {fleet.name!r} has ended: {fleet.text}.", "Start it again with `corral up`."
+            )
+        if fleet.endpoint and fleet.ready >= max(1, fleet.least):
+            for one in fleet.members:
+                if one.state is State.READY:
+                    learn_from(DeploymentFolder.of(one.name))
+            report.phase("ready")
+            return fleet
+        _refuse_hopeless(fleet)
+        alone_s = None if fleet.endpoint or not fleet.ready else clock() if alone_s is None else alone_s
+        if alone_s is not None and clock() - alone_s > GATEWAY_PATIENCE_S:
+            raise _no_gateway(folder)
+        report.detail(f"{fleet.ready} of {fleet.least} ready", fleet.ready, fleet.least)
+        for one in fleet.members:
+            _tell(one, told, report)
+        time.sleep(INTERVAL_S)
+
+
+def _tell(one: MemberStatus, told: dict[str, str], report: Reporter) -> None:
+    text = f"{one.name}: {one.state or one.text}"
+    if told.get(one.name) != text:
+        told[one.name] = text
+        report.detail(text, news=True)
+
+
+def _refuse_hopeless(fleet: FleetStatus) -> None:
+    """A member that never was ready, and ended for a reason that will be the same next time."""
+    for one in fleet.members:
+        status = one.status
+        if status is None or status.state not in ENDED or status.timings.ready_s is not None:
+            continue
+        if status.state is State.FAILED and status.reason not in BAD_LUCK:
+            why = status.text or (status.reason.value if status.reason else "the reason is unknown")
+            raise LaunchError(
+                f"{one.name!r}, a member of the fleet {fleet.name!r}, failed: {why}.",
+                status.remedy,
+                name=one.name,
+                state=status.state.value,
+                reason=status.reason.value if status.reason else "",
+                log=str(DeploymentFolder.of(one.name).rank(0).log),
+            )
+
+
+def _no_gateway(folder: FleetFolder) -> LaunchError:
+    lines = last_lines(folder.gateway_log, 3) if folder.gateway_log.is_file() else []
+    text = " ".join(lines) or "it logged nothing"
+    return LaunchError(
+        f"the members of {folder.name!r} are ready, but its gateway does not start: {text}",
+        f"Read {folder.gateway_log}, or end the fleet with `corral down {shlex.quote(folder.name)}`.",
+        log=str(folder.gateway_log),
+    )
