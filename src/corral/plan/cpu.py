@@ -9,8 +9,8 @@ fixed.
 Speed: one decode step multiplies every matrix with as many rows as requests run, reads their keys and values, and
 pays for the small operations of each layer and for the engine's Python, which share the cores with the API server.
 The rates are measured (`plan.hardware.cpu`). The costs between the products were calibrated on one machine
-(docs/log.md) and are scaled by how quick a core runs plain Python here. Without a measurement, both are a guess from
-the number of cores.
+(docs/measurements/cpu-formats.md) and are scaled by how quick a core runs plain Python here. Without a measurement,
+both are a guess from the number of cores.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ ROUGH = "rough: this CPU was not measured"
 
 @dataclass(frozen=True)
 class CpuCosts:
-    """What a step costs beside its products, on a core that runs `python_s`; sources in docs/log.md."""
+    """What a step costs beside its products, on a core that runs `python_s`; sources in docs/measurements/cpu-
+    formats.md.
+    """
 
     python_s: float = 2.4e-3
     step_s: float = 4e-3  # scheduling, sampling, passing tokens on
@@ -159,7 +161,8 @@ _BLOCK = 128  # vLLM's CPU platform
 _PROCESS_BYTES = int(1.5 * GIB)  # Python, torch and the compiled model, two processes; seen with SmolLM2
 _CONTEXT = 8192  # longer prompts take minutes on a CPU
 _KV_MOST = 4 * GIB
-_SEQS = 128  # vLLM's own default here; twice the tokens/s of 32 at once with SmolLM2 on two cores (docs/log.md)
+# vLLM's own default here; twice the tokens/s of 32 at once with SmolLM2 on two cores (docs/measurements/batches.md)
+_SEQS = 128
 _LATENCY_SEQS = 16
 
 
@@ -235,13 +238,13 @@ def work_out_cpu(
 FORMATS = ("bf16", "fp32")
 CRAWLS = 2.0  # times slower than the quickest format from which a fixed one gets a warning
 # a measurement overrules the flags from here; for bf16 without bf16 instructions it must be clear, because that was
-# seen to answer worse than fp32 (docs/log.md)
+# seen to answer worse than fp32 (docs/measurements/cpu-formats.md)
 _BETTER = {"fp32": 1.1, "bf16": 1.5}
 _AT_ONCE = 8  # requests that a format is judged by, beside a single one, where none were asked for
 _LONE = {"latency": 1.0, "balanced": 0.5, "throughput": 0.0}  # weight of the single request
 
-# Seen without bf16 instructions, 32 rows against fp32: 4.1 × (AVX-512), 3.7 × (AVX2); docs/log.md. On Neoverse-N1 a
-# short answer took two minutes in fp16 and some three seconds in fp32.
+# Seen without bf16 instructions, 32 rows against fp32: 4.1 × (AVX-512), 3.7 × (AVX2); docs/measurements/cpu-
+# formats.md. On Neoverse-N1 a short answer took two minutes in fp16 and some three seconds in fp32.
 _X86_SLOWER, _ARM_SLOWER = 4.0, 30.0
 _SAFE = "fp32 is slow on none (`--set weights=bf16` where it has bf16 instructions)"
 

@@ -25,7 +25,7 @@ from corral.plan.settings import MEASURED_BY_ITSELF, graph_sizes
 
 @dataclass(frozen=True)
 class Coefficients:
-    """What cannot be derived, only measured; docs/log.md says where each was."""
+    """What cannot be derived, only measured; docs/measurements/planning.md says where each was."""
 
     non_torch_gib: float = 0.22  # H200, one GPU
     nccl_gib: float = 1.1  # per GPU when a group of GPUs talks; not yet measured
@@ -92,7 +92,7 @@ def kv_element(model: ModelFacts, precision: Precision) -> float:
 
 
 def _activation(model: ModelFacts, parallel: Parallel, wide: float, settings: EngineSettings, c: Coefficients) -> int:
-    """The larger of two peaks, which fit the shapes measured on an H200 to 5% (docs/log.md).
+    """The larger of two peaks, which fit the shapes measured on an H200 to 5% (docs/measurements/planning.md).
 
     In the MLP: gate, up and their product, and three hidden tensors. At the head, in compiled models: as much as the
     head itself, and two hidden tensors.
@@ -108,7 +108,7 @@ def _activation(model: ModelFacts, parallel: Parallel, wide: float, settings: En
 def _graphs(
     model: ModelFacts, gpu: Gpu | None, parallel: Parallel, wide: float, settings: EngineSettings, c: Coefficients
 ) -> int:
-    """Memory CUDA graphs keep: fitted to 8B, 70B and 405B shapes on an H200 (docs/log.md)."""
+    """Memory CUDA graphs keep: fitted to 8B, 70B and 405B shapes on an H200 (docs/measurements/planning.md)."""
     sizes = graph_sizes(settings, gpu)
     layers = c.graph_layer_gib * GIB * model.layers / parallel.pipeline * len(sizes) / 102
     rows_kept = c.graph_hidden_copies * sum(n for n in sizes if n <= MEASURED_BY_ITSELF)

@@ -8,7 +8,7 @@ graphs, TP must divide the heads, pipelines split whole layers).
 nothing, so servers of their own lose nothing against one engine, and one that fails takes no other with it; vLLM's
 external load balancer refuses dense models. Of a mixture of experts, one engine spreads the experts over all its
 ranks instead of holding them once in each replica. Several servers on one GPU are never advised: two on an H200 made
-0.78 and 0.95 of the tokens of one (docs/log.md).
+0.78 and 0.95 of the tokens of one (docs/measurements/gpu-settings.md).
 """
 
 from __future__ import annotations

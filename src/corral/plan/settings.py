@@ -4,12 +4,13 @@ The table of all settings is `engines.settings`. What the user fixes with `--set
 Model, served name, host and port are the launch's business, nodes are the link's.
 
 API servers: one process streams 9,000 to 16,000 tokens a second, however quick the GPU behind it is. An H200 with an
-8B model and 256 requests at once gave 9,203 with one process, 14,541 with four, 15,110 with eight (docs/log.md).
-Replicas of one engine get one each, which is vLLM's own default; more of them were not measured.
+8B model and 256 requests at once gave 9,203 with one process, 14,541 with four, 15,110 with eight
+(docs/measurements/gpu-settings.md). Replicas of one engine get one each, which is vLLM's own default; more of them
+were not measured.
 
 CUDA graphs: a step that no graph covers is launched kernel by kernel, and takes at least as long as that. An H200
 with an 8B model and 1,000 sequences gave 20,100 tokens a second with vLLM's own sizes, up to 512, and 30,300 with
-sizes up to 1,024, for 3 s of capturing and 0.3 GiB (docs/log.md).
+sizes up to 1,024, for 3 s of capturing and 0.3 GiB (docs/measurements/gpu-settings.md).
 """
 
 from __future__ import annotations

@@ -18,14 +18,16 @@ from corral.plan.models.architecture import DTYPE_BYTES
 from corral.plan.models.facts import ModelFacts
 from corral.plan.settings import covered, streamed_tokens_s
 
-MEASURED_KINDS = ("H200",)  # kinds whose predictions rest on measurements; docs/log.md has them
+MEASURED_KINDS = ("H200",)  # kinds whose predictions rest on measurements; docs/measurements/planning.md has them
 TILE_TOKENS = 128  # rows that a matrix product of many tokens is cut into
 FP8_TILE_TOKENS = 256  # vLLM's FP8 kernel of Hopper pairs such tiles: 513 tokens of 70B take as long as 768
 
 
 @dataclass(frozen=True)
 class Efficiency:
-    """What of the vendors' rates is reached, and the costs they do not mention; sources in docs/log.md."""
+    """What of the vendors' rates is reached, and the costs they do not mention; sources in
+    docs/measurements/planning.md.
+    """
 
     bandwidth: float = 0.905  # of HBM while decoding: 8B and 405B shapes in bf16
     matrix: float = 0.68  # of the dense rate while prefilling, bf16

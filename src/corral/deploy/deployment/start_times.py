@@ -7,7 +7,7 @@ what of its plan a start's length depends on, and the machine. Whoever writes la
 
 Where no earlier start of a kind is remembered, the plan alone answers (`planned_start`): roughly, and rather too long
 than too short, because a first start compiles, and imports what no disk cache holds. Measured on two cores with
-SmolLM2 and on one H200 with an 8B model (docs/log.md).
+SmolLM2 and on one H200 with an 8B model (docs/measurements/starts.md).
 """
 
 from __future__ import annotations

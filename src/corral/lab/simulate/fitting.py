@@ -20,7 +20,7 @@ from corral.lab.simulate.steptime import FittedSteps, linearised
 from corral.lab.simulate.world import MemberModel, simulate_load
 
 QUANTILES = (25.0, 50.0, 75.0, 95.0)
-APART = 0.25  # of fits to runs of quiet machines, the errors were at most 0.14 apart (docs/log.md)
+APART = 0.25  # of fits to runs of quiet machines, the errors were at most 0.14 apart (docs/measurements/simulator.md)
 WEIGHTS = {"ttft": 1.0, "tpot": 1.0, "e2el": 1.5}
 PRIOR = 0.4  # how strongly a coefficient is held at its start, where the runs do not determine it
 FAR = 0.7  # how far a quantile may be off, as a logarithm, until more of it no longer counts

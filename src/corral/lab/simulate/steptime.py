@@ -3,8 +3,9 @@
 A step of `running` decoding sequences with `kv` tokens of context takes `max(fixed + per_kv · kv, floor)`, which can
 be summed over many steps at once; the time of a step that also computes prompt tokens is computed as a whole. On a
 GPU, a step with more tokens than the largest CUDA graph is launched kernel by kernel, and takes at least that long:
-8B on an H200 24 ms for any prompt up to 800 tokens, where a step within a graph takes 6 (docs/log.md). On a CPU a
-step's products take as long as reading the weights while they have few rows, and grow with the rows from some on.
+8B on an H200 24 ms for any prompt up to 800 tokens, where a step within a graph takes 6
+(docs/measurements/simulator.md). On a CPU a step's products take as long as reading the weights while they have few
+rows, and grow with the rows from some on.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class StepTime(Protocol):
 
 
 # Reading weights and multiplying: 1 is one after the other, a large value is both at once. A Xeon is near 1, a
-# Neoverse-N1 near 2; with 1.5 both are predicted equally well (docs/log.md).
+# Neoverse-N1 near 2; with 1.5 both are predicted equally well (docs/measurements/simulator.md).
 OVERLAP = 1.5
 
 KNOWN = {"lookahead", "graph_tokens", "tile_tokens", "row_tokens"}  # of the fields below, what is not fitted

@@ -7,9 +7,9 @@ final in pairs, and nothing is decided before it is known.
 Each trial has nodes or GPUs to itself, or several share the GPUs of a machine in turns: their servers start together
 while nothing is measured, and are measured one by one. A start takes a minute and a measurement seconds, and most of
 a start is work of single cores: four servers of an 8B model on an H200 were ready after 70 to 120 s together, one
-alone after 57 s (docs/log.md). A start would slow down a measurement, so neither happens beside the other. Each
-server has its part of every GPU's memory, and a KV cache as the plan sizes it: vLLM would count what the others
-allocate meanwhile as its own.
+alone after 57 s (docs/measurements/gpu-settings.md). A start would slow down a measurement, so neither happens beside
+the other. Each server has its part of every GPU's memory, and a KV cache as the plan sizes it: vLLM would count what
+the others allocate meanwhile as its own.
 """
 
 from __future__ import annotations
