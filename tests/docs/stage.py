@@ -30,7 +30,7 @@ from corral.base.files import write_atomic
 from corral.base.record import dump_json
 from corral.cli import main
 from corral.deploy.profile.folders import user_folder
-from corral.deploy.targets import ssh as ssh_target
+from corral.deploy.targets import ssh, ssh_nodes
 from corral.engines import environments as engines
 from corral.fake.app import FakeOptions
 from corral.fake.server import FakeServer
@@ -183,7 +183,8 @@ class Reader:
         self.capsys.readouterr()
         with self.patch.context() as patch:
             patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"What is the capital of France?\n")))
-            patch.setattr(ssh_target, "survey", _own_addresses)
+            for module in (ssh, ssh_nodes):
+                patch.setattr(module, "survey", _own_addresses)
             for name, value in env.items():
                 patch.setenv(name, value)
             with pytest.raises(SystemExit) as ended:
