@@ -139,7 +139,7 @@ def test_two_jobs_share_a_batch_and_end_themselves(login: Login) -> None:
 
 def test_a_profile_says_where_and_one_may_wait(login: Login) -> None:
     profile = login.folder / "config" / "corral" / "profiles" / "small.toml"
-    profile.parent.mkdir(parents=True)
+    profile.parent.mkdir(parents=True, exist_ok=True)
     table = 'partition = "gpu"\ngpus_per_node = 0\ncpus_per_task = 2\nmem = "4G"\ntime = "10:00"\n'
     profile.write_text(f'target = "slurm"\n[slurm]\n{table}[defaults]\nmodel = "{login.model}"\n')
     given, output = login.rows("profile", 200)
@@ -147,7 +147,7 @@ def test_a_profile_says_where_and_one_may_wait(login: Login) -> None:
     assert done.returncode == 0, done.stderr
     login.complete(output, 200)
     record = json.loads(Path(f"{output}.corral/job.json").read_text())
-    assert record["offline"]["more"]["target_options"]["exclude"] == "n1"
+    assert record["start_model"]["more"]["target_options"]["exclude"] == "n1"
 
 
 def test_over_ssh_the_model_runs_there_and_the_batch_here(login: Login) -> None:
