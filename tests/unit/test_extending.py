@@ -24,7 +24,7 @@ from corral.deploy.lifecycle.deployments import Record
 from corral.deploy.profile.folders import user_folder
 from corral.deploy.profile.merging import merged
 from corral.deploy.profile.profile import load_profile
-from corral.deploy.targets.base import TARGETS
+from corral.deploy.targets.keys import TARGETS
 from corral.engines.runtimes.base import RUNTIMES
 from tests.conftest import ROOT
 from tests.unit.conftest import Corral, Silent
@@ -105,7 +105,7 @@ def with_desk(answering: Corral, tmp_path: Path) -> Corral:
         if named := re.match(r"# src/(corral/deploy/targets/\S+)\n", block):
             (sources / named[1]).write_text(block)
         elif block.startswith("TARGETS"):
-            with (sources / "corral" / "deploy" / "targets" / "base.py").open("a") as file:
+            with (sources / "corral" / "deploy" / "targets" / "keys.py").open("a") as file:
                 file.write(f"\n{block}")
     return replace(answering, env={**answering.env, "PYTHONPATH": str(sources)})
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from corral.deploy.targets.base import TARGETS
+from corral.deploy.targets.keys import TARGETS
 from tests.conftest import ROOT
 
 SOURCE = ROOT / "src" / "corral"

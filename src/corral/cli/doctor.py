@@ -21,7 +21,7 @@ from corral.deploy.doctor.examination import Question, examine
 from corral.deploy.doctor.finding import Level, Report
 from corral.deploy.profile.merging import merged
 from corral.deploy.profile.profile import load_profile
-from corral.deploy.targets.base import target_class
+from corral.deploy.targets.keys import target_class
 from corral.lab.report.doctor import report_lines
 from corral.lab.report.screen import PhaseScreen, print_json
 from corral.plan.hardware.inventory import recognise

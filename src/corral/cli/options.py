@@ -148,7 +148,7 @@ PREFIX = "target_option_"  # of the parameters, so that no other option has thei
 
 def _flags() -> dict[str, tuple[Flag, tuple[str, ...]]]:
     """Every flag of every target once, by its name, and the targets that have it."""
-    from corral.deploy.targets.base import TARGETS, target_class
+    from corral.deploy.targets.keys import TARGETS, target_class
 
     found: dict[str, tuple[Flag, tuple[str, ...]]] = {}
     for target in TARGETS:
@@ -160,7 +160,7 @@ def _flags() -> dict[str, tuple[Flag, tuple[str, ...]]]:
 
 def target_options(command: F) -> F:
     """All flags of all targets."""
-    from corral.deploy.targets.base import target_class
+    from corral.deploy.targets.keys import target_class
 
     for flag, targets in reversed(_flags().values()):
         command = click.option(

@@ -15,7 +15,7 @@ from corral.deploy.profile.drafting import as_toml, draft, parse_value, with_val
 from corral.deploy.profile.merging import merged
 from corral.deploy.profile.profile import Profile, all_profiles, load_profile
 from corral.deploy.profile.reading import parse
-from corral.deploy.targets.base import target_tables
+from corral.deploy.targets.keys import target_tables
 from corral.engines.flags import check_arguments, shipped_flags
 from corral.lab.report.screen import print_json, print_table
 

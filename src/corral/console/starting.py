@@ -12,8 +12,7 @@ from corral.deploy.deployment.folder import checked_name
 from corral.deploy.lifecycle.decision import DeployRequest, Preview, sized
 from corral.deploy.profile.merging import merged, with_storage
 from corral.deploy.profile.profile import all_profiles, load_profile
-from corral.deploy.targets.base import TARGETS, target_class
-from corral.deploy.targets.keys import Flag
+from corral.deploy.targets.keys import TARGETS, Flag, target_class
 from corral.plan.contract import GOALS, Plan, token_count
 from corral.plan.models import catalogue
 from corral.plan.models.store import EMBEDDED

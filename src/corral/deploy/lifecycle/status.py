@@ -22,7 +22,8 @@ from corral.deploy.deployment.diagnosis import Diagnosis, diagnose, explain_slow
 from corral.deploy.deployment.events import Event
 from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.deployment.state import ENDED, Reason, State
-from corral.deploy.targets.base import AgentsStatus, target_class
+from corral.deploy.targets.base import AgentsStatus
+from corral.deploy.targets.keys import target_class
 
 SILENT_S = 60.0  # an agent writes a heartbeat every two seconds
 

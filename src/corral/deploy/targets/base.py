@@ -27,10 +27,7 @@ from corral.deploy.deployment.state import Reason, State
 from corral.deploy.launch.links import Node, Ports
 from corral.deploy.launch.paste import as_shell
 from corral.deploy.launch.render import LaunchSpec, server_url
-from corral.deploy.targets.keys import TARGETS as TARGETS
-from corral.deploy.targets.keys import Declaration
-from corral.deploy.targets.keys import target_class as target_class
-from corral.deploy.targets.keys import target_tables as target_tables
+from corral.deploy.targets.keys import Declaration, target_class
 
 if TYPE_CHECKING:
     from corral.engines.runtimes.base import NodeCheck

@@ -8,6 +8,7 @@ from html import escape
 
 from corral.base.wording import duration
 from corral.deploy.profile.drafting import as_toml
+from corral.deploy.targets.keys import target_class
 from corral.lab.report.bench import figure
 from corral.lab.report.html import cards, document, table, verdict_box
 from corral.lab.report.screen import LiveLines, tell
@@ -191,5 +192,5 @@ def _comments(run: TuneRun, trials: Sequence[Trial], result: RaceResult) -> Iter
         name = choice_words(finding.knob, finding.value)
         if finding.gain:
             yield f"  {name}: {finding.gain}, {finding_text(finding)}"
-    if spec.request.target != "local":
+    if not target_class(spec.request.target).HERE:
         yield f"It ran on {spec.request.target}: add the keys of that target, or give its options beside --on."

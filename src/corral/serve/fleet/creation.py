@@ -25,7 +25,8 @@ from corral.deploy.launch.render import LaunchSpec
 from corral.deploy.lifecycle import deployments, rendering
 from corral.deploy.lifecycle.decision import DeployRequest, sized
 from corral.deploy.lifecycle.watching import Reporter
-from corral.deploy.targets.base import load_target, target_class
+from corral.deploy.targets.base import load_target
+from corral.deploy.targets.keys import target_class
 from corral.plan.hardware.inventory import Inventory, NodeSlice
 from corral.serve.fleet.chain import refuse_held_name
 from corral.serve.fleet.record import (

@@ -291,11 +291,6 @@ def living_fleets() -> list[Fleet]:
     return fleets
 
 
-def member_fleet(name: str) -> str:
-    """The fleet that has not ended and has a deployment of that name as its member; empty when none has."""
-    return next((fleet.name for fleet in living_fleets() if fleet.member(name)), "")
-
-
 def find_fleet(name: str) -> FleetFolder | None:
     """The fleet of that name, if there is one, and no deployment was made under the name after it had ended."""
     with contextlib.suppress(CorralError, OSError):  # no name at all, or a record that cannot be read

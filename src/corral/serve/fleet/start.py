@@ -16,7 +16,7 @@ from corral.deploy.lifecycle import bringup, deployments
 from corral.deploy.lifecycle.bringup import ClaimHooks
 from corral.deploy.lifecycle.decision import DeployDecision, DeployRequest
 from corral.deploy.lifecycle.watching import Lines, Reporter
-from corral.deploy.targets.base import target_class
+from corral.deploy.targets.keys import target_class
 from corral.plan.hardware.inventory import NodeSlice
 from corral.serve.fleet.chain import refuse_held_name
 from corral.serve.fleet.record import Fleet, FleetFolder, FleetMember, fleet_lock, read_fleet, write_fleet
