@@ -27,6 +27,8 @@ class Entry:
     weights: str = "bf16"
     note: str = ""
     family: str = field(default="")  # entries of one family and instruct-ness differ only in precision
+    aliases: tuple[str, ...] = ()  # older names of the repository, under which other tools may have downloaded it
+    other_revisions: tuple[str, ...] = ()  # commits of the repository that have another shape than this entry
 
 
 def _llama31(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int = 8) -> dict[str, Any]:
@@ -75,7 +77,9 @@ def _llama_entries() -> list[Entry]:
             base = f"llama-3.1-{size}{tail}"
             note = _KV_NOTE if size == "405b" else ""
             repo = f"meta-llama/Llama-3.1-{big}{repo_tail}"
-            entry = Entry(base, repo, config, parameters, gated=True, note=note, family=base)
+            entry = Entry(base, repo, config, parameters, gated=True, note=note, family=base, aliases=_former(repo))
+            if base == "llama-3.1-405b-instruct":
+                entry = replace(entry, other_revisions=("7129260dd854a80eb10ace5f61c20324b472b31c",))  # July 2024
             made.append(entry)
             if size == "405b":
                 repo, quant, gated = f"meta-llama/Llama-3.1-405B{repo_tail}-FP8", _FBGEMM, True
@@ -91,7 +95,18 @@ def _llama_entries() -> list[Entry]:
 
 def _quantised(entry: Entry, weights: str, repo: str, quant: Mapping[str, Any], gated: bool) -> Entry:
     config = {**entry.config, "quantization_config": dict(quant)}
-    return replace(entry, name=f"{entry.name}-{weights}", repo=repo, config=config, weights=weights, gated=gated)
+    return replace(
+        entry, name=f"{entry.name}-{weights}", repo=repo, config=config, weights=weights, gated=gated,
+        aliases=_former(repo), other_revisions=(),
+    )  # fmt: skip
+
+
+def _former(repo: str) -> tuple[str, ...]:
+    """What a repository was called before the hub renamed it."""
+    owner, _, name = repo.partition("/")
+    if owner == "meta-llama":
+        return (f"meta-llama/Meta-{name}",)
+    return (f"neuralmagic/{name}",) if owner == "RedHatAI" else ()
 
 
 _KV_NOTE = (
@@ -136,11 +151,11 @@ CATALOGUE: Mapping[str, Entry] = {e.name: e for e in [_SMOLLM2, *_llama_entries(
 
 
 def find(name: str) -> Entry | None:
-    """The entry of that short name or repository, in any case."""
-    wanted = name.strip().lower().replace("meta-llama/meta-llama-3.1-", "meta-llama/llama-3.1-")  # as it was called
+    """The entry of that short name or repository, also an older name of it, in any case."""
+    wanted = name.strip().lower()
     if wanted in CATALOGUE:
         return CATALOGUE[wanted]
-    return next((e for e in CATALOGUE.values() if e.repo.lower() == wanted), None)
+    return next((e for e in CATALOGUE.values() if wanted in (repo.lower() for repo in (e.repo, *e.aliases))), None)
 
 
 def near(name: str, count: int = 3) -> list[str]:
