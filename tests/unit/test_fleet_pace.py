@@ -13,6 +13,7 @@ from corral.base.processes import own_identity
 from corral.base.record import dump_json
 from corral.deploy.deployment.state import State
 from corral.deploy.lifecycle import deployments
+from corral.deploy.targets.base import Lease
 from corral.serve.fleet import pace
 from corral.serve.fleet.pace import FULL_S, Pacer, backlog_of, summed
 from corral.serve.fleet.record import (
@@ -83,6 +84,22 @@ def test_the_time_to_become_ready_follows_the_last_launches(
             pacer._measure({"f-1": MemberFacts("f-1", State.READY, created_s=float(launch))})
     assert pacer.lead_s == 100.0
     assert len(pacer.leads) == pace.LAST_LAUNCHES
+
+
+def test_members_that_started_at_once_do_not_hide_how_long_the_queue_is_now(folder: FleetFolder) -> None:
+    pacer = Pacer(folder)
+    pacer.leads = {f"f-{number}": (0.0, 60.0) for number in range(1, 6)}
+    assert pacer.parts() == (0.0, 60.0)
+    pacer.leads |= {"f-6": (300.0, 60.0), "f-7": (None, 80.0)}  # the last was put back into the queue meanwhile
+    assert pacer.parts() == (300.0, 60.0)
+    pacer.leads |= {f"f-{number}": (5.0, 60.0) for number in range(8, 8 + pace.LAST_QUEUES)}
+    assert pacer.parts() == (5.0, 60.0)
+
+
+def test_a_wait_that_is_not_known_is_not_none() -> None:
+    assert Lease(100.0, 130.0).queue_s == 30.0
+    assert Lease(100.0).queue_s is None  # it still waits
+    assert Lease(100.0, 5000.0, requeued=True).queue_s is None  # most of that it ran
 
 
 def test_a_gateway_that_began_anew_finished_nothing_before(folder: FleetFolder) -> None:

@@ -68,17 +68,26 @@ def test_who_ends_is_started_again_after_its_pause() -> None:
 def test_a_time_limit_is_met_by_a_new_job_where_the_fleet_is_kept() -> None:
     near = ready("f-1", 2, NOW + 50)
     assert due(1, near) == []  # not kept: it ends with its job
-    assert due(1, near, keep=True) == [("add", "f-2")]
-    assert due(1, near, MemberFacts("f-2", State.LOADING), keep=True) == []
-    assert due(1, near, ready("f-2"), keep=True) == [("leave", "f-1")]
+    assert due(1, near, keep=True) == [("expire", "f-1"), ("add", "f-2")]
+    assert due(1, near, MemberFacts("f-2", State.LOADING), keep=True) == [("expire", "f-1")]
+    assert due(1, near, ready("f-2"), keep=True) == [("expire", "f-1"), ("leave", "f-1")]
     at_the_end = ready("f-1", 2, NOW + 1)
-    assert due(1, at_the_end, MemberFacts("f-2", State.LOADING), keep=True) == [("leave", "f-1")]
+    assert due(1, at_the_end, MemberFacts("f-2", State.LOADING), keep=True) == [("expire", "f-1"), ("leave", "f-1")]
     over = MemberFacts("f-1", State.STOPPED, Reason.WALLTIME)
     assert due(1, over, keep=True) == [("forget", "f-1"), ("add", "f-1")] or due(1, over, keep=True)[0] == (
         "forget",
         "f-1",
     )
     assert due(1, over) == [("forget", "f-1")]
+
+
+def test_a_replacement_that_was_asked_for_is_not_dropped_when_a_shorter_wait_was_measured() -> None:
+    near, members = ready("f-1", 2, NOW + 50), [FleetMember("f-1", expiring=True), FleetMember("f-2")]
+    kept = fleet(1, *members, keep=True)
+    for replacement in (MemberFacts("f-2", State.QUEUED), MemberFacts("f-2", State.LOADING)):
+        assert next_steps(kept, {"f-1": near, "f-2": replacement}, NOW, lead_s=10.0) == []
+    (step,) = next_steps(kept, {"f-1": near, "f-2": ready("f-2")}, NOW, lead_s=10.0)
+    assert (step.act, step.member) == (Act.LEAVE, "f-1")
 
 
 def test_free_names_are_the_lowest() -> None:

@@ -72,11 +72,12 @@ class Lease:
     submitted_s: float
     started_s: float | None = None
     last_request_s: float | None = None  # from then on it drains
+    requeued: bool = False  # it ran before: the time since its submission is not only waiting
 
     @property
-    def queue_s(self) -> float:
-        """How long it waited for its nodes; 0 while it still waits."""
-        return max(0.0, self.started_s - self.submitted_s) if self.started_s else 0.0
+    def queue_s(self) -> float | None:
+        """How long it waited for its nodes; None while it still waits, or where that is not known."""
+        return None if self.requeued or not self.started_s else max(0.0, self.started_s - self.submitted_s)
 
 
 @dataclass(frozen=True)

@@ -123,7 +123,7 @@ class SlurmJobs:
             return Lease(submitted.submitted_s)
         ends_s = job.end_s or (job.start_s + submitted.time_s if job.start_s and submitted.time_s else None)
         drains_s = ends_s - self.chosen.signal_s - SIGNAL_EARLY_S if ends_s else None
-        return Lease(submitted.submitted_s, job.start_s, drains_s)
+        return Lease(submitted.submitted_s, job.start_s, drains_s, bool(job.restarts))
 
     def stop(self, folder: DeploymentFolder, launch_id: str, grace_s: float) -> bool:
         submitted = submitted_job(folder)

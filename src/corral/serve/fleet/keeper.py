@@ -267,6 +267,8 @@ class Keeper:
         self._tell(step.act.value, text=f"{step.member}: {step.why}", member=step.member)
         if step.act is Act.ADD:
             self._add(fleet, step.member)
+        elif step.act is Act.EXPIRE:
+            self._change(step.member, lambda one: replace(one, expiring=True))
         elif step.act is Act.LEAVE:
             self._change(step.member, lambda one: replace(one, leaving=True, leaving_s=time.time()))
         elif step.act is Act.FORGET:

@@ -31,6 +31,7 @@ LEAST_MARGIN_S = 60.0
 FULL_S = 10.0  # for so long requests must have waited before what members finish counts as all they can
 WINDOW_S = 30.0  # over which that is counted
 LAST_LAUNCHES = 16  # whose times to become ready are remembered
+LAST_QUEUES = 4  # whose waits in the queue count: a queue changes within hours
 NEW = 0.2  # the weight of a new measurement
 
 
@@ -51,7 +52,7 @@ class Pacer:
     margin_s: float | None = None  # as the user asked for it; None: half the load time
     capacity: float = 0.0
     course: Course = field(default_factory=Course)
-    leads: dict[str, tuple[float, float]] = field(default_factory=dict)  # queue wait, load time; by launch
+    leads: dict[str, tuple[float | None, float]] = field(default_factory=dict)  # queue wait, load time; by launch
     full: list[tuple[float, dict[str, int], int]] = field(default_factory=list)  # when, finished by gateway, members
     _saved: float | None = None
 
@@ -66,10 +67,14 @@ class Pacer:
         return sum(self.parts())
 
     def parts(self) -> tuple[float, float]:
-        """The wait in the queue and the load time: the middle of what members took."""
+        """The longest of the last waits in the queue, and the middle of the load times.
+
+        A median of the waits would be 0 s for a fleet whose first members started at once.
+        """
         if not self.leads:
             return 0.0, _planned_load_s(self.folder)
-        return median(queue for queue, _ in self.leads.values()), median(load for _, load in self.leads.values())
+        queues = [queue for queue, _ in self.leads.values() if queue is not None]
+        return max(queues[-LAST_QUEUES:], default=0.0), median(load for _, load in self.leads.values())
 
     @property
     def replacement_s(self) -> float:
@@ -139,10 +144,13 @@ def _planned_load_s(folder: FleetFolder) -> float:
     return next((plan.speed.load_s for plan in plans if plan and plan.speed.load_s), PLANNED_LOAD_S)
 
 
-def _queue_s(folder: DeploymentFolder) -> float:
+def _queue_s(folder: DeploymentFolder) -> float | None:
+    """How long it waited for its nodes; None where that is not known."""
     target = deployments.target_of(load_json(deployments.Record, folder.record))
-    lease = target.lease(folder) if isinstance(target, Queue) else None
-    return lease.queue_s if lease else 0.0
+    if not isinstance(target, Queue):
+        return 0.0
+    lease = target.lease(folder)
+    return lease.queue_s if lease else None
 
 
 def usual_tokens(load: GatewayLoad) -> float:

@@ -52,6 +52,7 @@ class FleetMember:
     leaving_s: float = 0.0  # wall-clock time since when
     share: NodeSlice = field(default_factory=NodeSlice)  # of the fleet's machines
     added_s: float = 0.0  # wall-clock time since when it belongs to the fleet: what ended before had only its name
+    expiring: bool = False  # its job nears its end: another member takes its place, whatever is measured later
     ended: bool = False  # of a chain: its job is over, and nothing more is asked of it
     never_ready: bool = False  # of a chain: it ended without having been ready
 

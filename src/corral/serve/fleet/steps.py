@@ -54,6 +54,7 @@ class Act(enum.StrEnum):
     """What can be due."""
 
     START = "start"  # the member, for the first time or again
+    EXPIRE = "expire"  # another one takes its place before its job ends
     LEAVE = "leave"  # no new requests
     STOP = "stop"
     FORGET = "forget"  # it has ended, and is not started again
@@ -91,8 +92,10 @@ def next_steps(
             steps.append(FleetStep(Act.FORGET, one.name, why))
             if not fleet.keep:  # nothing takes its place
                 staying.append(one)
-        elif fleet.keep and _is_expiring(fleet, one, now_s, lead_s):
+        elif fleet.keep and (member.expiring or _is_expiring(fleet, one, now_s, lead_s)):
             expiring.append(one)
+            if not member.expiring and not fleet.chain:
+                steps.append(FleetStep(Act.EXPIRE, one.name, _near_end(one, now_s, lead_s)))
         else:
             staying.append(one)
             steps += _starting(one, now_s)
@@ -184,6 +187,11 @@ def _is_expiring(fleet: Fleet, one: MemberFacts, now_s: float, lead_s: float) ->
     if fleet.has_had_its_last_job() or one.last_request_s is None:
         return False
     return one.state in (State.READY, State.DRAINING) and one.last_request_s - now_s <= lead_s
+
+
+def _near_end(one: MemberFacts, now_s: float, lead_s: float) -> str:
+    left_s = max(0.0, (one.last_request_s or now_s) - now_s)
+    return f"its job begins to drain in {left_s:.0f} s, and a replacement takes {lead_s:.0f} s"
 
 
 def _expiring(fleet: Fleet, one: MemberFacts, ready: int, now_s: float) -> list[FleetStep]:
