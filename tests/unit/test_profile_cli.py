@@ -106,7 +106,7 @@ def test_init_in_a_project(corral: Command) -> None:
         (("x", "--set", "slurm"), 2, "not TABLE.KEY=VALUE"),
         (("x", "--set", "slurm.acount=a"), 2, "Did you mean slurm.account?"),
         (("x", "--set", "endpoint.port=high"), 10, "endpoint.port must be a whole number"),
-        (("x", "--hosts", "-oProxyCommand=boom"), 10, "hosts as ssh knows them"),
+        (("x", "--hosts", "-oProxyCommand=boom"), 2, "is not the name of a host"),
     ],
 )
 def test_init_refuses_and_writes_nothing(corral: Command, words: tuple[str, ...], code: int, said: str) -> None:

@@ -36,12 +36,16 @@ FAN_OUT = 32  # hosts at the same time
 CONNECT_S = 10
 MOST_OUTPUT_BYTES = 64 << 20  # of one command on a host; a report holds two files of 4 MiB in base64
 ANNOUNCE_AFTER_S = 1.5
+_HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@:%\[\]-]*")
 Result = TypeVar("Result")
 
 
 def _say_nothing(_: str) -> None:
     """The default: waits are not announced."""
 
+
+# whether nodes may be asked, and their names looked up
+MAY_ASK: ContextVar[bool] = ContextVar("MAY_ASK", default=True)
 
 # announces for which hosts a command waits
 WAITING: ContextVar[Callable[[str], None]] = ContextVar("WAITING", default=_say_nothing)
@@ -57,6 +61,16 @@ def announced_wait(text: str) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+
+
+@contextlib.contextmanager
+def asking_no_node() -> Iterator[None]:
+    """What would ask a node, or look up its name, is refused or left out meanwhile."""
+    token = MAY_ASK.set(False)
+    try:
+        yield
+    finally:
+        MAY_ASK.reset(token)
 
 
 class UnknownHostError(UnreachableError):
@@ -91,20 +105,35 @@ def _forwarding(ssh: Ssh) -> list[str]:
 
 def check_host(name: str) -> str:
     """The name, if it can be given to ssh: a host, user@host, or an alias of the user's configuration."""
-    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.@:%\[\]-]*", name):
+    if not _HOST.fullmatch(name):
         raise UsageError(f"{name!r} is not the name of a host.", "Give names as ssh knows them, with commas between.")
     return name
 
 
-def read_hosts(text: str) -> tuple[str, ...]:
-    """Hosts from `a,b,c`, or from a file with one per line when the text is `@FILE`; `#` begins a comment."""
-    if text.startswith("@"):
-        if not existing_file(text[1:]).is_file():  # reading a pipe might never end
-            raise DataError(f"the hosts file {text[1:]!r} is not a file.", "Name a file with one host per line.")
-        lines = read_text(text[1:]).splitlines()
-        rows = [line.partition("#")[0].split() for line in lines]
-        return tuple(check_host(row[0]) for row in rows if row)
+def split_hosts(text: str) -> tuple[str, ...]:
+    """Hosts from `a,b,c`."""
     return tuple(check_host(name.strip()) for name in text.split(",") if name.strip())
+
+
+def typed_hosts(text: str) -> tuple[str, ...]:
+    """Hosts as a person types them in a terminal: `a,b,c`, or `@FILE`. From elsewhere, no file is read."""
+    return read_hosts_file(text[1:]) if text.startswith("@") else split_hosts(text)
+
+
+def read_hosts_file(path: str) -> tuple[str, ...]:
+    """One host per line; `#` begins a comment. No error shows a word of the file, which may be any file."""
+    if not existing_file(path).is_file():  # reading a pipe might never end
+        raise DataError(f"the hosts file {path!r} is not a file.", "Name a file with one host per line.")
+    hosts = []
+    for number, line in enumerate(read_text(path).splitlines(), 1):
+        row = line.partition("#")[0].split()
+        if row and not _HOST.fullmatch(row[0]):
+            raise DataError(
+                f"line {number} of {path!r} does not begin with the name of a host.",
+                "Name a file with one host per line, as ssh knows it.",
+            )
+        hosts += row[:1]
+    return tuple(hosts)
 
 
 @dataclass(frozen=True)
@@ -180,6 +209,11 @@ def each(
     hosts: Sequence[str], task: Callable[[str], Result], width: int = FAN_OUT
 ) -> dict[str, Result | CorralError]:
     """Do something for every host at once, at most `width` at a time; a failure is the host's own result."""
+    if not MAY_ASK.get():
+        raise UsageError(
+            f"what {some_of(list(hosts), 3)} has is not known: a preview asks no node.",
+            "Name it in a profile (gpus in [hardware]), or look from a terminal: corral doctor --hosts HOSTS.",
+        )
 
     def attempt(host: str) -> Result | CorralError:
         try:

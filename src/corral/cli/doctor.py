@@ -14,7 +14,7 @@ from corral.base.errors import ConflictError, LaunchError, UsageError
 from corral.base.files import write_atomic
 from corral.base.home import home_dir
 from corral.base.record import to_json
-from corral.base.ssh import read_hosts
+from corral.base.ssh import typed_hosts
 from corral.cli.options import Duration, json_option
 from corral.deploy.doctor import readiness
 from corral.deploy.doctor.examination import Question, examine
@@ -58,7 +58,7 @@ def command(
     Nothing is changed and no process is ended. Exit code 8 when something fatal was found.
     """
     question = Question(model=model, interface=interface, quick=quick, timeout_s=timeout_s)
-    chosen_hosts = read_hosts(hosts) if hosts else ()
+    chosen_hosts = typed_hosts(hosts) if hosts else ()
     if profile:
         question = _of_profile(question, profile, chosen_hosts)
     if chosen_hosts:

@@ -187,7 +187,8 @@ def chosen_target(given: Mapping[str, Any], on: str | None) -> tuple[str | None,
         if not flag.option:
             options |= {pair.partition("=")[0]: pair.partition("=")[2] or True for pair in value}
         else:
-            options[flag.option] = flag.read(value) if flag.read else value
+            read = flag.typed or flag.read
+            options[flag.option] = read(value) if read else value
         if len(targets) == 1:
             deciding.setdefault(targets[0], flag.name)
     if len(deciding) > 1:

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from corral.base.errors import ConflictError, CorralError, DataError, UsageError
+from corral.base.ssh import typed_hosts
 from corral.cli.help_pages import WholeGroup
 from corral.cli.options import json_option
 from corral.deploy.profile import folders
@@ -28,7 +29,7 @@ def command() -> None:
 @command.command("init")
 @click.argument("name")
 @click.option("--from", "example", metavar="EXAMPLE", help="Begin with a shipped example (`corral profile list`).")
-@click.option("--hosts", metavar="A,B,…", help="Hosts for ssh, head first.")
+@click.option("--hosts", metavar="A,B,…", help="Hosts for ssh, head first; @FILE: one per line.")
 @click.option("--set", "pairs", multiple=True, metavar="TABLE.KEY=VALUE", help="Set a key: slurm.account=my_lab.")
 @click.option("--project", is_flag=True, help="Write .corral/profiles here instead of the user's own folder.")
 @click.option("--force", is_flag=True, help="Overwrite a profile of that name.")
@@ -64,7 +65,7 @@ def init(
 def _assignments(hosts: str | None, pairs: tuple[str, ...]) -> dict[str, Any]:
     assignments: dict[str, Any] = {}
     if hosts is not None:
-        assignments["ssh.hosts"] = [host.strip() for host in hosts.split(",") if host.strip()]
+        assignments["ssh.hosts"] = list(typed_hosts(hosts))
     for pair in pairs:
         key, separator, value = pair.partition("=")
         if not separator or not key.strip():

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from corral.base.errors import CorralError, DataError, UnreachableError, UsageError
-from corral.base.ssh import Ssh
+from corral.base.ssh import Ssh, typed_hosts
 from corral.cli.options import json_option, with_token
 from corral.deploy.profile.profile import load_profile
 from corral.deploy.transfer.pull import PullOrder, pull
@@ -21,7 +21,8 @@ _KINDS = {kind.exit_code: kind for kind in (UnreachableError, DataError)}
 
 @click.command()
 @click.argument("model")
-@click.option("--hosts", metavar="A,B,C", help="Nodes, as ssh knows them (default: this machine).")
+@click.option("--hosts", metavar="A,B,…",
+              help="Nodes, as ssh knows them; @FILE: one per line (default: this machine).")  # fmt: skip
 @click.option("--on", "profile", metavar="PROFILE", help="The nodes of a profile.")
 @click.option("--to", metavar="FOLDER", default="", help="Folder for the model's files.")
 @click.option("--shared", is_flag=True, help="The folder is one storage for all nodes: refuse if it is not.")
@@ -74,12 +75,9 @@ def _nodes(names: str | None, profile: str | None) -> tuple[tuple[str, ...], Ssh
     """The hosts, and the ssh that reaches them: as a profile says, where one is named."""
     if names and profile:
         raise UsageError("--hosts and --on both name nodes.", "Leave out one of them.")
-    hosts: Any = names or ""
-    ssh = Ssh()
-    if profile:
-        options: Mapping[str, Any] = load_profile(profile).target_options
-        hosts, ssh = options.get("hosts", ""), Ssh(identity=options.get("identity"), config=options.get("config"))
-        if not hosts:
-            raise UsageError(f"the profile {profile!r} names no hosts.", "Give them with --hosts a,b,c.")
-    listed = hosts.split(",") if isinstance(hosts, str) else map(str, hosts)
-    return tuple(host.strip() for host in listed if host.strip()), ssh
+    if not profile:
+        return typed_hosts(names or ""), Ssh()
+    options: Mapping[str, Any] = load_profile(profile).target_options
+    if not options.get("hosts"):
+        raise UsageError(f"the profile {profile!r} names no hosts.", "Give them with --hosts a,b,c.")
+    return tuple(options["hosts"]), Ssh(identity=options.get("identity"), config=options.get("config"))

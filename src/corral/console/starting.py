@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from corral.base.errors import UsageError
+from corral.base.ssh import asking_no_node
 from corral.console.context import whole_number
 from corral.deploy.deployment.folder import checked_name
 from corral.deploy.lifecycle.decision import DeployRequest, Preview, sized
@@ -74,11 +75,22 @@ def _check(form: StartForm) -> None:
     if unknown := [flag for flag in form.options if flag not in known]:
         raise UsageError(f"{form.target or 'this machine'} has no option {unknown[0]!r}.",
                          f"Known: {', '.join(sorted(known)) or 'none'}.")  # fmt: skip
+    _options_of(form)
 
 
 def _flags(target: str) -> list[Flag]:
     """Options of a target that take one value."""
     return [flag for flag in target_class(target).FLAGS if flag.option] if target else []
+
+
+def _options_of(form: StartForm) -> dict[str, object]:
+    """The target's options as values. A page names no file (`Flag.typed`): its reader may not be the owner."""
+    options: dict[str, object] = {}
+    for flag in _flags(form.target):
+        if value := form.options.get(flag.name):
+            number = whole_number(form.options, flag.name, flag.least) if flag.least is not None else None
+            options[flag.option] = flag.read(value) if flag.read else value if number is None else number
+    return options
 
 
 def up_argv(form: StartForm) -> list[str]:
@@ -91,12 +103,16 @@ def up_argv(form: StartForm) -> list[str]:
 
 
 def preview(form: StartForm) -> dict[str, Any]:
-    """The plan that the form makes, with every number's reason; raises what `corral up` would refuse."""
+    """The plan that the form makes, with every number's reason; raises what `corral up` would refuse.
+
+    No node is asked: whoever sees the page would choose where this account connects.
+    """
+    with asking_no_node():
+        return _preview(form)
+
+
+def _preview(form: StartForm) -> dict[str, Any]:
     profile = load_profile(form.on or None)
-    options: dict[str, object] = {}
-    for flag in _flags(form.target):
-        if value := form.options.get(flag.name):
-            options[flag.option] = flag.read(value) if flag.read else int(value) if flag.least is not None else value
     flags: dict[str, Any] = {
         "model": form.model or None,
         "name": form.name or None,
@@ -104,7 +120,7 @@ def preview(form: StartForm) -> dict[str, Any]:
         "concurrency": whole_number({"concurrency": form.concurrency}, "concurrency", least=1),
         "goal": form.goal or None,
         "target": form.target or None,
-        "target_options": options,
+        "target_options": _options_of(form),
         "fixed": {},
         "extra_args": (),
     }

@@ -176,6 +176,7 @@ class Flag:
     metavar: str | None = None
     least: int | None = None  # a whole number of at least this; None: text
     read: Callable[[str], object] | None = None  # parses the option's text
+    typed: Callable[[str], object] | None = None  # the same for what a person types in a terminal: may read a file
 
 
 @dataclass(frozen=True)

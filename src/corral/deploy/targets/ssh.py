@@ -22,7 +22,7 @@ from corral.base.errors import ConflictError, CorralError, DataError, LaunchErro
 from corral.base.files import make_private_dir
 from corral.base.record import load_json, to_json
 from corral.base.shell import CommandHandle
-from corral.base.ssh import Forward, each, read_hosts
+from corral.base.ssh import Forward, each, read_hosts_file, split_hosts, typed_hosts
 from corral.base.untrusted import parse_json
 from corral.deploy.deployment.events import last_state
 from corral.deploy.deployment.folder import DeploymentFolder, RankFolder, all_folders
@@ -67,7 +67,7 @@ class SshTarget(SshNodes, Target):
     OPTIONS = SshOptions
     FLAGS = (
         Flag("--hosts", "hosts", "Run over ssh on these hosts, head first; @FILE: one host per line.", "A,B,…",
-             read=read_hosts),
+             read=split_hosts, typed=typed_hosts),
         Flag("--interface", "interface", "Network interface between the nodes (default: found).", "NAME"),
     )  # fmt: skip
     VARIABLES: ClassVar[Mapping[str, str]] = {"CORRAL_HOSTS": "hosts"}
@@ -82,7 +82,7 @@ class SshTarget(SshNodes, Target):
         if table.hosts:
             raise UsageError("[ssh] has both hosts and hosts_file.", "Keep one of them.", key="hosts_file")
         try:
-            hosts = read_hosts(f"@{folder / Path(table.hosts_file).expanduser()}")
+            hosts = read_hosts_file(str(folder / Path(table.hosts_file).expanduser()))
         except CorralError as error:
             text = f"the hosts file cannot be used: {error.message}"
             raise UsageError(text, "One host per line.", key="hosts_file") from None

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from corral.base.errors import ConflictError, CorralError, EngineError, UsageError
 from corral.base.files import make_private_dir
 from corral.base.home import home_dir
-from corral.base.ssh import Ssh, check_host, each
+from corral.base.ssh import MAY_ASK, Ssh, check_host, each
 from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.launch.links import Node
 from corral.deploy.targets.base import NodeFiles, Preflight, Progress
@@ -236,7 +236,9 @@ def bare(host: str) -> str:
 
 
 def address_of(host: str) -> str:
-    """The address of a host as this machine resolves it; its name where it does not."""
+    """The address of a host as this machine resolves it; its name where it does not, or must not be looked up."""
+    if not MAY_ASK.get():
+        return bare(host)
     with contextlib.suppress(OSError):
         return str(socket.getaddrinfo(bare(host), None, type=socket.SOCK_STREAM)[0][4][0])
     return bare(host)

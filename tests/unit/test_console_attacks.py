@@ -1,0 +1,91 @@
+"""What a reader of `console --read-only`, and a page of another port, try; each was possible once."""
+
+from __future__ import annotations
+
+import json
+import socket
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+
+from corral.console.server import Console, ConsoleOptions
+from tests.unit.test_console_guard import ask, enter
+
+SECRET = "5ec7e7c0ffee5ec7e7c0ffee"
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Everything that was given to ssh, or looked up as a host's name."""
+    calls = tmp_path / "calls"
+    ssh = tmp_path / "ssh"
+    ssh.write_text(f'#!/bin/sh\necho "$@" >>{calls}\nfor last; do :; done\n'
+                   'echo "ssh: Could not resolve hostname $last" >&2\nexit 255\n')  # fmt: skip
+    ssh.chmod(ssh.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("CORRAL_SSH", str(ssh))
+
+    real = socket.getaddrinfo
+
+    def look_up(name: str, *rest: Any, **more: Any) -> Any:
+        if name != "127.0.0.1":
+            with calls.open("a") as file:
+                file.write(f"{name}\n")
+        return real(name, *rest, **more)
+
+    monkeypatch.setattr("socket.getaddrinfo", look_up)
+    return calls
+
+
+@pytest.fixture
+def viewed(clean_home: Path) -> Iterator[Console]:
+    with Console(ConsoleOptions(port=0, read_only=True)) as console:
+        yield console
+
+
+def _plan(console: Console, cookie: str, **fields: str) -> tuple[int, str]:
+    query = "&".join(f"{quote(name)}={quote(value)}" for name, value in fields.items())
+    found = ask(console, f"/api/fleet/plan?{query}", cookie=cookie)
+    return found.status, found.body.decode()
+
+
+@pytest.mark.parametrize("lines", [f"{SECRET}\n", f"node00\n{SECRET}\n", f"-o{SECRET}\n"])
+def test_a_viewer_reads_no_file_of_the_owner(viewed: Console, asked: Path, tmp_path: Path, lines: str) -> None:
+    key = tmp_path / "key"
+    key.write_text(lines)
+    cookie = enter(viewed)
+    for hosts in (f"@{key}", f" @{key}", f"node00,@{key}", "@/dev/stdin"):
+        status, body = _plan(viewed, cookie, target="ssh", model="llama-3.1-8b", **{"--hosts": hosts})
+        assert status == 400, body
+        assert SECRET not in body
+    assert not asked.exists()
+
+
+def test_a_viewer_makes_the_owner_connect_nowhere(viewed: Console, asked: Path, clean_home: Path) -> None:
+    profiles = clean_home / ".config" / "corral" / "profiles"
+    profiles.mkdir(parents=True)
+    (profiles / "box.toml").write_text(
+        'target = "ssh"\n[link]\nname = "ray"\n[ssh]\nhosts = ["node00", "node01"]\n[hardware]\ngpus = "8xH100"\n'
+    )
+    cookie = enter(viewed)
+    status, body = _plan(viewed, cookie, target="ssh", model="llama-3.1-8b", **{"--hosts": "evil.example"})
+    assert status == 400
+    assert "asks no node" in json.loads(body)["error"]["message"]
+    status, body = _plan(viewed, cookie, on="box", model="llama-3.1-8b")
+    assert status == 200, body  # what the profile says of the nodes is enough for a plan
+    _plan(viewed, cookie, on="box", model="llama-3.1-8b", target="ssh", **{"--hosts": "evil.example"})
+    assert not asked.exists()
+
+
+def test_the_form_starts_nothing_with_a_file_of_hosts(asked: Path, tmp_path: Path, clean_home: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text(SECRET)
+    with Console(ConsoleOptions(port=0)) as console:
+        body = json.dumps({"target": "ssh", "model": "smollm2", "options": {"--hosts": f"@{key}"}})
+        found = ask(console, "/api/fleet/start", "POST", body, cookie=enter(console), origin=console.url,
+                    content_type="application/json")  # fmt: skip
+        assert found.status == 400
+        assert "is not the name of a host" in str(found.error["message"])
