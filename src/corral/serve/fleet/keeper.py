@@ -35,12 +35,13 @@ from corral.serve.fleet.record import (
     FleetFolder,
     FleetMember,
     GatewayLoad,
+    Judgement,
     change_fleet,
     read_fleet,
     read_loads,
 )
 from corral.serve.fleet.start import load_request, start_member
-from corral.serve.fleet.status import load_of, member_status
+from corral.serve.fleet.status import judgement_of, load_of, member_status
 from corral.serve.fleet.steps import Act, FleetStep, MemberFacts, next_steps
 
 INTERVAL_S = 1.0
@@ -49,6 +50,7 @@ CHAIN_INTERVAL_S, HANDOVER_INTERVAL_S = (
     5.0,
 )  # each asks the scheduler; a hand-over is between two jobs that both run
 STANDBY_S = 5.0  # after which a keeper that waits for the end of another one checks again
+REPLACE_PAUSES_S = 60.0, 1800.0  # after a hung or slow member was replaced; they double
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 300.0  # before a member that failed is started again
 SERVING = (State.READY, State.DRAINING)
 REFUSED_PAUSE_S = 30.0  # before a job of a chain is submitted again
@@ -138,6 +140,7 @@ class _Memory:
     counted: tuple[str, float] = ("", 0.0)  # the end that was counted: its state and when
     lease: tuple[float, float | None] = (0.0, None)  # asked when; the last request
     busy: threading.Thread | None = None
+    judged: tuple[Judgement, float] = (Judgement.OK, 0.0)  # since when, monotonic
     refusals: int = 0  # in a row, of a scheduler that answers
 
 
@@ -151,6 +154,8 @@ class Keeper:
     strangers: set[str] = field(default_factory=set)  # deployments of others, with names of members to come
     facts: dict[str, MemberFacts] = field(default_factory=dict)  # as they were last seen
     waiting: str = ""  # what the next step of a chain waits for
+    replaced: int = 0  # hung or slow members, one soon after the other
+    rests_until_s: float = 0.0  # monotonic; no other one is replaced before
     pacer: Pacer = field(init=False)
 
     def __post_init__(self) -> None:
@@ -166,7 +171,9 @@ class Keeper:
         if decided is not None:
             fleet = change_fleet(self.folder, lambda one: replace(one, wanted=decided.wanted))
             self._tell("scale", text=decided.why, wanted=decided.wanted)
-        steps = next_steps(fleet, self.facts, now_s, self.pacer.replacement_s, self.strangers)
+        steps = next_steps(
+            fleet, self.facts, now_s, self.pacer.replacement_s, self.strangers, time.monotonic() < self.rests_until_s
+        )
         for step in steps:
             self._act(fleet, step)
         if fleet.chain:
@@ -229,6 +236,7 @@ class Keeper:
             busy,
             status.created_s if status else 0.0,
             status is not None and status.timings.ready_s is not None,
+            *_judged(memory, judgement_of(loads, member.name)),
         )
         if fleet.chain and not busy and _is_half_made(fleet, member):
             return replace(facts, state=State.STOPPED, reason=Reason.INTERRUPTED)
@@ -269,7 +277,8 @@ class Keeper:
             self._add(fleet, step.member)
         elif step.act is Act.EXPIRE:
             self._change(step.member, lambda one: replace(one, expiring=True))
-        elif step.act is Act.LEAVE:
+        elif step.act in (Act.LEAVE, Act.REPLACE):
+            self._rest(step.act)
             self._change(step.member, lambda one: replace(one, leaving=True, leaving_s=time.time()))
         elif step.act is Act.FORGET:
             self._forget(fleet, step.member)
@@ -279,6 +288,15 @@ class Keeper:
             self._in_thread(step.member, lambda: self._start(step.member))
         else:
             self._in_thread(step.member, lambda: self._stop(step.member))
+
+    def _rest(self, act: Act) -> None:
+        """After one was replaced: what made it hang may be common to all."""
+        if act is Act.REPLACE:
+            first_s, longest_s = REPLACE_PAUSES_S
+            now_s = time.monotonic()
+            self.replaced = 0 if now_s > self.rests_until_s + longest_s else self.replaced
+            self.rests_until_s = now_s + backoff_s(self.replaced, first_s, longest_s)
+            self.replaced += 1
 
     def _add(self, fleet: Fleet, name: str) -> None:
         there = member_status(FleetMember(name)).state
@@ -371,6 +389,14 @@ def _is_half_made(fleet: Fleet, member: FleetMember) -> bool:
     """Whether a keeper that is gone began to submit it: whoever holds the keeper's lock is the only one."""
     folder = DeploymentFolder.of(member.name)
     return member.name != fleet.name and folder.record.is_file() and not folder.job.exists()
+
+
+def _judged(memory: _Memory, now: Judgement) -> tuple[Judgement, float]:
+    """What gateways hold of a member, and for how long they have."""
+    before, since_s = memory.judged
+    if now is not before:
+        memory.judged = (now, since_s := time.monotonic())
+    return now, time.monotonic() - since_s
 
 
 def _margin_s(folder: FleetFolder) -> float | None:

@@ -49,6 +49,11 @@ class MemberStatus:
     def state(self) -> State | None:
         return self.status.state if self.status else None
 
+    @property
+    def stuck(self) -> bool:
+        """Whether requests to it would not be answered, although its engine runs."""
+        return self.load is not None and self.load.judged in (Judgement.HUNG, Judgement.GONE)
+
 
 @dataclass(frozen=True)
 class FleetStatus:
@@ -76,7 +81,7 @@ def fleet_status(folder: FleetFolder) -> FleetStatus:
     fleet, loads = read_fleet(folder), list(read_loads(folder).values())
     addresses = [one.url for one in held_gateways(folder).values()]
     members = tuple(member_status(one, load_of(loads, one.name)) for one in fleet.members)
-    ready = sum(one.state is State.READY and not one.leaving for one in members)
+    ready = sum(one.state is State.READY and not one.leaving and not one.stuck for one in members)
     state, text = _state(fleet, members, bool(addresses), ready)
     serves = bool(addresses) and not fleet.closed
     return FleetStatus(
@@ -113,7 +118,10 @@ def member_status(member: FleetMember, load: MemberLoad | None = None) -> Member
 
 def _state(fleet: Fleet, members: tuple[MemberStatus, ...], reached: bool, ready: int) -> tuple[State, str]:
     """One state for all of it: ready as soon as one member serves through a gateway."""
-    count = f"{ready} of {fleet.wanted} ready"
+    judged = [one.load.judged.value for one in members if one.load and one.stuck and one.state is State.READY]
+    count = ", ".join(
+        [f"{ready} of {fleet.wanted} ready", *(f"{judged.count(one)} {one}" for one in sorted({*judged}))]
+    )
     if fleet.closed:
         return State.STOPPED, fleet.closed
     if ready and reached:
@@ -138,6 +146,19 @@ def load_of(loads: list[GatewayLoad] | Mapping[str, GatewayLoad], name: str) -> 
         last_progress_s=max(one.last_progress_s for one in known),
         judged=min((one.judged for one in known), key=WORST.index),
     )
+
+
+def judgement_of(loads: Mapping[str, GatewayLoad], name: str) -> Judgement:
+    """What gateways hold of a member, the worst of it; OK where nothing is known.
+
+    A gateway to which every member seems out of order does not count beside others, and does not call one out of
+    reach: the cause may be its own network.
+    """
+    seeing = [load for load in loads.values() if any(one.judged is Judgement.OK for one in load.members.values())]
+    judged = [load.members[name].judged for load in seeing or loads.values() if name in load.members]
+    if not seeing:
+        judged = [one for one in judged if one is not Judgement.GONE]
+    return min(judged, key=WORST.index, default=Judgement.OK)
 
 
 INTERVAL_S = 0.5

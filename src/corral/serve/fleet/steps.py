@@ -2,7 +2,8 @@
 
 A member that leaves gets no new requests from any gateway, and is stopped once its running ones have ended. One whose
 job nears its time limit is replaced before, where the fleet is kept; one that ended without being asked to is started
-again, after pauses that grow while it fails.
+again, after pauses that grow while it fails. One that its gateways have judged hung, out of reach or slow for a while
+is replaced: one at a time, and the next one only once as many serve as are wanted.
 
 In a chain the newest job counts: older ones have their replacement and end with their time limit. A job that ended is
 followed by another under a new name, unless the next one would end in the same way; then the chain is closed.
@@ -19,11 +20,12 @@ from dataclasses import dataclass
 from corral.base.wording import counted
 from corral.deploy.deployment.state import ENDED, Reason, State
 from corral.serve.fleet.chain import successor_name
-from corral.serve.fleet.record import Fleet
+from corral.serve.fleet.record import Fleet, Judgement
 
 SEEN_S = 3.0  # within which every gateway knows that a member leaves
 DRAIN_MOST_S = 900.0  # for requests that run on a member that leaves
 MOST_FAILURES = 5  # jobs of a chain in a row that were never ready
+PATIENCE_S = {Judgement.HUNG: 30.0, Judgement.GONE: 60.0, Judgement.SLOW: 300.0}  # before it is replaced
 COMING = (State.STAGING, State.QUEUED, State.STARTING, State.LOADING)
 
 # ends that nobody asked for and that are not the model's fault: the same job may well work the next time
@@ -48,6 +50,8 @@ class MemberFacts:
     busy: bool = False  # it is being started or stopped right now
     created_s: float = 0.0  # wall-clock time of its launch: another one under its name has another
     served: bool = False  # it was ready once
+    judged: Judgement = Judgement.OK  # by the gateways that have it
+    judged_for_s: float = 0.0  # without a break
 
 
 class Act(enum.StrEnum):
@@ -56,6 +60,7 @@ class Act(enum.StrEnum):
     START = "start"  # the member, for the first time or again
     EXPIRE = "expire"  # another one takes its place before its job ends
     LEAVE = "leave"  # no new requests
+    REPLACE = "replace"  # the same, because it is hung or slow
     STOP = "stop"
     FORGET = "forget"  # it has ended, and is not started again
     ADD = "add"  # one more member, by that name
@@ -72,11 +77,17 @@ class FleetStep:
 
 
 def next_steps(
-    fleet: Fleet, facts: Mapping[str, MemberFacts], now_s: float, lead_s: float, strangers: Collection[str] = ()
+    fleet: Fleet,
+    facts: Mapping[str, MemberFacts],
+    now_s: float,
+    lead_s: float,
+    strangers: Collection[str] = (),
+    rests: bool = False,
 ) -> list[FleetStep]:
     """All that is due now; `lead_s` is how long before its end a job has to be replaced.
 
-    `strangers` are names that others have: no member is called so.
+    `strangers` are names that others have: no member is called so. `rests`: a hung or slow member was replaced a
+    short while ago.
     """
     if fleet.chain and (hopeless := _hopeless(fleet, facts)):
         return [hopeless]
@@ -101,10 +112,27 @@ def next_steps(
             steps += _starting(one, now_s)
     ready = sum(one.state is State.READY for one in staying)
     steps += [step for one in expiring for step in _expiring(fleet, one, ready, now_s)]
+    if not rests and not expiring and (unwell := _unwell(fleet, staying)):
+        return [*steps, unwell]
     soon = f"; {counted(len(expiring), 'job nears its end', 'jobs near their end')}" if expiring else ""
     return steps + _counted(
         fleet, staying, f"{soon}, and a replacement takes {lead_s:.0f} s" if soon else "", strangers
     )
+
+
+def _unwell(fleet: Fleet, staying: Sequence[MemberFacts]) -> FleetStep | None:
+    """The member that has been hung, out of reach or slow for longest, once no other one is missing or on its way."""
+    if fleet.chain or len(staying) != fleet.wanted:
+        return None
+    if any(one.busy or one.state is None or one.state in COMING for one in staying):
+        return None
+    overdue = [(one.judged_for_s / PATIENCE_S[one.judged], one) for one in staying
+               if one.state is State.READY and one.judged is not Judgement.OK]  # fmt: skip
+    ratio, one = max(overdue, key=lambda pair: pair[0], default=(0.0, None))
+    if one is None or ratio < 1:
+        return None
+    judged = f"its gateways have judged it {one.judged} for {one.judged_for_s:.0f} s"
+    return FleetStep(Act.REPLACE, one.name, f"{judged}; another one takes its place")
 
 
 def _hopeless(fleet: Fleet, facts: Mapping[str, MemberFacts]) -> FleetStep | None:
@@ -210,10 +238,17 @@ def _counted(
 ) -> list[FleetStep]:
     """One more, or one less, until as many stay as are wanted; `expiring` says who does not stay."""
     lacking = fleet.wanted - len(staying)
+    if any(node.gpus for node in fleet.nodes):  # who leaves still has GPUs
+        lacking = min(lacking, max(0, lacking - sum(one.leaving for one in fleet.members)))
     why = f"{counted(fleet.wanted, 'member is', 'members are')} wanted; there are {len(staying)}{expiring}"
     if lacking > 0:
         return [FleetStep(Act.ADD, name, why) for name in free_names(fleet, lacking, strangers)]
-    first_to_go = sorted(staying, key=lambda one: (one.state is State.READY, one.running or 0, -_number(one.name)))
+    first_to_go = sorted(
+        staying,
+        key=lambda one: (
+            one.state is State.READY, one.judged is Judgement.OK, one.running or 0, -_number(one.name)
+        ),
+    )  # fmt: skip
     return [FleetStep(Act.LEAVE, one.name, why) for one in first_to_go[: max(0, -lacking)]]
 
 
