@@ -23,6 +23,7 @@ from corral.serve.fleet.record import (
     GatewayLoad,
     Judgement,
     MemberLoad,
+    change_fleet,
     create_fleet,
     read_fleet,
 )
@@ -103,7 +104,7 @@ def herd(clean_home: object, monkeypatch: pytest.MonkeyPatch) -> FleetFolder:
 
 def test_a_keeper_replaces_hung_members_with_pauses(herd: FleetFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [1e6]
-    monkeypatch.setattr(keeper.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr("corral.serve.fleet.keeper.time.monotonic", lambda: clock[0])
     loads = {"g": GatewayLoad(NOW, members={f"herd-{n}": MemberLoad(judged=HUNG) for n in range(1, 9)})}
     monkeypatch.setattr(keeper, "read_loads", lambda _: loads)
     one = Keeper(herd, lambda _: None)
@@ -118,7 +119,7 @@ def test_a_keeper_replaces_hung_members_with_pauses(herd: FleetFolder, monkeypat
     assert replaced(PATIENCE_S[HUNG] - 1) == []
     assert replaced(1) == ["herd-1"]
     members = read_fleet(herd).members
-    keeper.change_fleet(herd, lambda fleet: replace(fleet, members=(*members[1:], FleetMember("herd-1"))))
+    change_fleet(herd, lambda fleet: replace(fleet, members=(*members[1:], FleetMember("herd-1"))))
     assert replaced(1) == []  # the next is hung as well, and waits
     assert replaced(60) == ["herd-2"]
 
