@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+import json
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from corral import __version__
 from corral.base.errors import DataError
-from corral.base.record import dump_json, from_json, load_json, nearest, renamed_from, to_json
+from corral.base.record import dump_json, from_json, load_json, nearest, renamed_from, save_record, to_json
 
 
 class Colour(enum.StrEnum):
@@ -45,8 +47,6 @@ class Outer:
     )
 )
 def test_round_trip(value: Outer) -> None:
-    import json
-
     assert from_json(Outer, json.loads(dump_json(value))) == value
 
 
@@ -125,3 +125,71 @@ def test_a_renamed_field_is_read_under_its_old_name() -> None:
     assert to_json(Renamed("a")) == {"request": "a"}
     with pytest.raises(DataError, match="unknown key 'wishes'"):
         from_json(Renamed, {"wishes": "a"})
+
+
+# Files that other versions of Corral read and write
+
+
+@dataclass(frozen=True)
+class NamedMember:
+    name: str
+    leaving: bool = False
+    pause_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Herd:
+    """As this version knows it."""
+
+    name: str
+    members: tuple[NamedMember, ...] = ()
+    note: str = ""
+
+
+def test_what_a_newer_version_wrote_is_read_and_kept(tmp_path: Path) -> None:
+    path = tmp_path / "herd.json"
+    newer = {"name": "a", "colour": "red", "members": [{"name": "a-1", "leaving": False, "rack": {"row": 3}}]}
+    path.write_text(json.dumps(newer))
+    herd = load_json(Herd, path)
+    assert herd == Herd("a", (NamedMember("a-1"),))
+    save_record(path, replace(herd, members=(NamedMember("a-2"), NamedMember("a-1", leaving=True))))
+    written = json.loads(path.read_text())
+    assert written["colour"] == "red"
+    assert written["members"] == [{"name": "a-2"}, {"name": "a-1", "leaving": True, "rack": {"row": 3}}]
+
+
+def test_a_file_of_an_earlier_version_gains_only_keys_that_are_used(tmp_path: Path) -> None:
+    path = tmp_path / "herd.json"
+    path.write_text('{"name": "a", "members": [{"name": "a-1"}]}')
+    save_record(path, load_json(Herd, path))
+    assert json.loads(path.read_text()) == {"name": "a", "members": [{"name": "a-1"}]}
+    save_record(path, Herd("a", (NamedMember("a-1", pause_s=2.0),), note="x"))
+    assert json.loads(path.read_text())["members"] == [{"name": "a-1", "pause_s": 2.0}]
+
+
+def test_a_new_file_says_its_format_and_its_writer(tmp_path: Path) -> None:
+    path = tmp_path / "herd.json"
+    save_record(path, Herd("a"))
+    written = json.loads(path.read_text())
+    assert (written["file_format"], written["written_by"]) == (1, __version__)
+    assert load_json(Herd, path) == Herd("a")
+
+
+def test_a_later_format_is_refused_with_path_and_writer_and_not_overwritten(tmp_path: Path) -> None:
+    path = tmp_path / "herd.json"
+    text = json.dumps({"file_format": 2, "written_by": "9.8.7", "name": "a"})
+    path.write_text(text)
+    for attempt in (lambda: load_json(Herd, path), lambda: save_record(path, Herd("a"))):
+        with pytest.raises(DataError) as caught:
+            attempt()
+        assert str(path) in caught.value.message
+        assert "Corral 9.8.7" in caught.value.message
+        assert "9.8.7" in caught.value.remedy
+    assert path.read_text() == text
+
+
+def test_a_field_keeps_its_old_name_in_a_file_that_has_it(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_text('{"wish": "a"}')
+    save_record(path, Renamed("b"))
+    assert json.loads(path.read_text()) == {"wish": "b"}

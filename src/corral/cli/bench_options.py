@@ -11,7 +11,8 @@ from typing import Any
 import click
 
 from corral.base.errors import UsageError
-from corral.base.record import load_json
+from corral.base.record import from_json
+from corral.base.untrusted import parse_json
 from corral.cli.options import Duration, F, T, endpoint_options, json_option, price_option, together
 from corral.lab.bench.spec import ARRIVALS, DATASETS, LoadShape, Spec, Workload, parse_goodput, parse_percentiles
 from corral.plan.contract import Plan
@@ -154,4 +155,4 @@ def numbers(text: str, flag: str) -> list[float]:
 
 
 def read_plan_file(path: Path | None) -> Plan | None:
-    return None if path is None else load_json(Plan, path)
+    return None if path is None else from_json(Plan, parse_json(path.read_bytes(), str(path)), str(path))

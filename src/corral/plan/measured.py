@@ -175,7 +175,7 @@ class StorageReading:
 def _all(home: Path) -> dict[str, StorageReading]:
     try:
         body = json.loads((home / "storage.json").read_text(encoding="utf-8"))
-        return {str(kind): from_json(StorageReading, row) for kind, row in body.items()}
+        return {str(kind): from_json(StorageReading, row, strict=False) for kind, row in body.items()}
     except (OSError, ValueError, AttributeError, CorralError):  # none yet, or of another version
         return {}
 
@@ -221,7 +221,7 @@ def read_lessons(home: Path) -> list[Differences]:
     lessons = []
     for line in lines:
         try:
-            lessons.append(from_json(Differences, json.loads(line)))
+            lessons.append(from_json(Differences, json.loads(line), strict=False))
         except (ValueError, CorralError):
             continue
     return lessons

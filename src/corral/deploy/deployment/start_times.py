@@ -220,7 +220,7 @@ def expected_of(folder: DeploymentFolder, staged: Sequence[Event] | None = None)
 
 def _expectations(recorded: Any) -> dict[str, Expected]:
     with contextlib.suppress(CorralError, TypeError, AttributeError):
-        return {str(phase): from_json(Expected, one) for phase, one in recorded.items()}
+        return {str(phase): from_json(Expected, one, strict=False) for phase, one in recorded.items()}
     return {}
 
 

@@ -19,7 +19,7 @@ from corral.base.files import write_atomic
 from corral.base.home import deployments_dir
 from corral.base.lock import exclusive_lock
 from corral.base.processes import Identity
-from corral.base.record import dump_json, load_json
+from corral.base.record import dump_json, load_json, save_record
 from corral.base.untrusted import parse_json
 from corral.client.endpoint import Endpoint
 from corral.deploy.deployment.events import Event, Follower, read_events
@@ -118,7 +118,7 @@ def claim(record: Record, on_wait: Callable[[str], None]) -> DeploymentFolder:
         if folder.record.is_file():
             _refuse_living(folder)
         folder.create()
-        write_atomic(folder.record, dump_json(record))
+        save_record(folder.record, record)
     return folder
 
 
@@ -149,7 +149,7 @@ def launch(spec: LaunchSpec, plan: Plan, target: Target, record: Record, folder:
     write_atomic(folder.launch, dump_json(spec))
     if spec.base_url:  # otherwise the head writes it, once it knows its address
         write_atomic(folder.endpoint, dump_json(Endpoint(spec.base_url, spec.served_name, str(folder.key))))
-    write_atomic(folder.record, dump_json(replace(record, engine=spec.engine)))
+    save_record(folder.record, replace(record, engine=spec.engine))
     target.start(spec, folder)
 
 

@@ -83,7 +83,7 @@ def ask_status(name: str, through: str, program: Sequence[str], ssh: Ssh | None 
     coming = [one for one in followers if one.get("state") not in ENDED] if status["state"] in ENDED else []
     if status["state"] != State.READY and (ready or coming):
         status = _status(str((ready or coming)[-1].get("name")), through, program, ssh or Ssh())
-    endpoint = from_json(Endpoint, status["endpoint"]) if status.get("endpoint") else None
+    endpoint = from_json(Endpoint, status["endpoint"], strict=False) if status.get("endpoint") else None
     return FarStatus(str(status["name"]), State(status["state"]), str(status.get("text") or ""), endpoint)
 
 

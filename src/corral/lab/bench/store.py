@@ -141,7 +141,10 @@ def load_samples(folder: Path) -> list[ServerSample]:
     path = folder / "server.jsonl"
     if not path.is_file():
         return []
-    return [from_json(ServerSample, json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [
+        from_json(ServerSample, json.loads(line), strict=False)
+        for line in path.read_text(encoding="utf-8").splitlines()
+    ]
 
 
 def save_series(folder: Path, series: Series) -> None:

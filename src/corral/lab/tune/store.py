@@ -71,7 +71,7 @@ class TuneRun:
         found = []
         for line in lines:
             try:
-                found.append(from_json(Trial, json.loads(line)))
+                found.append(from_json(Trial, json.loads(line), strict=False))
             except (ValueError, CorralError):
                 continue
         return found

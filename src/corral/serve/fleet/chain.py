@@ -14,9 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from corral.base.errors import ConflictError, CorralError, NotFoundError, UsageError
-from corral.base.files import write_atomic
 from corral.base.lock import FileLock, exclusive_lock, wait_notice
-from corral.base.record import dump_json, load_json
+from corral.base.record import load_json, save_record
 from corral.deploy.deployment.events import append_event
 from corral.deploy.deployment.folder import DeploymentFolder, all_folders, open_folder
 from corral.deploy.deployment.state import ENDED, State
@@ -208,7 +207,7 @@ def _close_old_chain(folder: DeploymentFolder, why: str) -> Fleet | None:
     with _old_chain_lock(folder):
         old = load_json(OldChain, _old_file(folder))
         if not old.closed:
-            write_atomic(_old_file(folder), dump_json(replace(old, closed=why)))
+            save_record(_old_file(folder), replace(old, closed=why))
     return _read_old_chain(folder)
 
 
@@ -222,4 +221,4 @@ def _adopt_old_chain(folder: DeploymentFolder) -> None:
             return
         model = load_json(deployments.Record, folder.record).served_name
         write_fleet(FleetFolder(folder.path), replace(chain, model=model))
-        write_atomic(_old_file(folder), dump_json(replace(old, closed=old.closed or ADOPTED)))
+        save_record(_old_file(folder), replace(old, closed=old.closed or ADOPTED))

@@ -15,8 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from corral.base.errors import ConflictError, UsageError
-from corral.base.files import write_atomic
-from corral.base.record import dump_json
+from corral.base.record import save_record
 from corral.base.wording import counted
 from corral.deploy.deployment.events import append_event
 from corral.deploy.deployment.folder import DeploymentFolder
@@ -120,7 +119,7 @@ def prepare_fleet(request: DeployRequest, order: FleetOrder, report: Reporter) -
     )
     _free_the_name(fleet)
     folder = create_fleet(fleet)
-    write_atomic(folder.request, dump_json(replaceable(request, decision)))
+    save_record(folder.request, replaceable(request, decision))
     append_event(folder.events, "made", text=f"{fleet.name}: {order.size.text}")
     return folder
 

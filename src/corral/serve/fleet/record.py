@@ -34,7 +34,7 @@ from corral.base.files import make_private_dir, write_atomic
 from corral.base.home import fleets_dir
 from corral.base.lock import FileLock, exclusive_lock, wait_notice
 from corral.base.processes import Identity
-from corral.base.record import dump_json, load_json, nearest
+from corral.base.record import load_json, nearest, save_record
 from corral.client.http1 import http_url
 from corral.deploy.deployment.folder import DeploymentFolder, folder_name, set_aside
 from corral.plan.hardware.inventory import NodeSlice
@@ -257,7 +257,7 @@ def read_fleet(folder: FleetFolder) -> Fleet:
 
 def write_fleet(folder: FleetFolder, fleet: Fleet) -> None:
     """Replace the record; the caller holds the fleet's lock, or has just made the folder."""
-    write_atomic(folder.record, dump_json(fleet))
+    save_record(folder.record, fleet)
 
 
 def change_fleet(folder: FleetFolder, change: Callable[[Fleet], Fleet]) -> Fleet:

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from corral.base.errors import ConflictError
 from corral.base.files import make_private_dir, write_atomic
-from corral.base.record import dump_json, from_json
-from corral.base.untrusted import parse_json
+from corral.base.record import load_json, save_record
 from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.lifecycle import bringup, deployments
 from corral.deploy.lifecycle.bringup import ClaimHooks
@@ -20,8 +19,6 @@ from corral.deploy.targets.keys import target_class
 from corral.plan.hardware.inventory import NodeSlice
 from corral.serve.fleet.chain import refuse_held_name
 from corral.serve.fleet.record import Fleet, FleetFolder, FleetMember, fleet_lock, read_fleet, write_fleet
-
-RETIRED_KEYS = ("renew", "max_jobs", "follows")  # of requests that earlier versions wrote
 
 
 def bring_up(request: DeployRequest, report: Reporter, wait: bool = True) -> deployments.Status:
@@ -44,7 +41,7 @@ def create_chain(folder: DeploymentFolder, request: DeployRequest, max_jobs: int
     """Make the deployment whose folder this is the first of a chain."""
     chain = FleetFolder(folder.path)
     make_private_dir(chain.gateways)
-    write_atomic(chain.request, dump_json(replace(request, name=folder.name)))
+    save_record(chain.request, replace(request, name=folder.name))
     model = request.served_name or folder.name
     first = FleetMember(folder.name)
     write_fleet(
@@ -63,10 +60,7 @@ def replaceable(request: DeployRequest, decision: DeployDecision) -> DeployReque
 
 def load_request(folder: FleetFolder) -> DeployRequest:
     """What a fleet's members are made from."""
-    values = parse_json(folder.request.read_bytes(), str(folder.request), remedy="Restore the file or delete it.")
-    if isinstance(values, dict):
-        values = {key: value for key, value in values.items() if key not in RETIRED_KEYS}
-    return from_json(DeployRequest, values)
+    return load_json(DeployRequest, folder.request)
 
 
 def narrowed(request: DeployRequest) -> DeployRequest:

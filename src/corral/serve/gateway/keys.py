@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from corral.base.errors import ConflictError, NotFoundError, UsageError
-from corral.base.files import make_private_dir, write_atomic
+from corral.base.files import make_private_dir
 from corral.base.home import gateway_dir
 from corral.base.lock import FileLock, exclusive_lock, wait_notice
-from corral.base.record import dump_json, load_json, nearest
+from corral.base.record import load_json, nearest, save_record
 
 LONGEST_NAME = 64
 
@@ -87,7 +87,7 @@ def remove_key(name: str) -> None:
 
 
 def _write(keys: tuple[ClientKey, ...]) -> None:
-    write_atomic(keys_file(), dump_json(_KeyFile(keys)))
+    save_record(keys_file(), _KeyFile(keys))
 
 
 def _lock() -> FileLock:

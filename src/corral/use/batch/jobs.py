@@ -27,9 +27,9 @@ from pathlib import Path
 from typing import Any
 
 from corral.base.errors import ConflictError, CorralError, LaunchError
-from corral.base.files import make_private_dir, write_atomic
+from corral.base.files import make_private_dir
 from corral.base.home import home_dir
-from corral.base.record import dump_json, load_json
+from corral.base.record import load_json, save_record
 from corral.client.endpoint import Absence, Endpoint
 from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.deployment.state import ENDED, Reason
@@ -96,7 +96,7 @@ def is_queued(servers: BatchServers) -> bool:
 def add_job(folder: BatchFolder, id: str, deployment: str, target: Target) -> None:
     make_private_dir(folder.jobs)
     job = QueuedJob(id, deployment, time.time(), target.name, target.options())
-    write_atomic(folder.jobs / f"{id}.json", dump_json(job))
+    save_record(folder.jobs / f"{id}.json", job)
 
 
 def jobs_of(folder: BatchFolder, deployment: str | None = None) -> list[QueuedJob]:
@@ -124,7 +124,7 @@ def _state_of(folder: BatchFolder, job: QueuedJob) -> QueuedState:
     )
     if status.ended and status.reason is not Reason.JOB_FORGOTTEN:
         with contextlib.suppress(OSError):  # a full disk does not hide the state
-            write_atomic(folder.jobs / f"{job.id}.json", dump_json(replace(job, end=state)))
+            save_record(folder.jobs / f"{job.id}.json", replace(job, end=state))
     return state
 
 

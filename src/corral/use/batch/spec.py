@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from corral.base.errors import ConflictError, DataError, NotFoundError, UsageError
-from corral.base.files import write_atomic
-from corral.base.record import dump_json, load_json, renamed_from, to_json
+from corral.base.record import load_json, renamed_from, save_record, to_json
 from corral.use.batch.core.folder import BatchFolder, note_output, sync_dir
 from corral.use.batch.core.ledger import LedgerEntry
 from corral.use.batch.core.records import FAILED
@@ -233,7 +232,7 @@ def prepare(
             checked.problems.put_in_place(folder, checked.table)
             checked.table.save(folder.index, {"digest": checked.digest})
         if record != before:
-            write_atomic(folder.spec, dump_json(record))
+            save_record(folder.spec, record)
         sync_dir(folder.path)
         note_output(folder.output)
     return PreparedBatch(folder, record, checked.table, checked.problems, continued=before is not None)
