@@ -51,7 +51,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "env": ("corral.cli.env:command", "Address and key as environment variables, for `eval`."),
     "slurm": ("corral.cli.slurm:command", "What a SLURM cluster has; the script of a deployment."),
     "batch": ("corral.cli.batch:command", "Run a file of prompts through a model; nothing is lost."),
-    "profile": ("corral.cli.profile:command", "Places to run, by name: init, list, show, check."),
+    "profile": ("corral.cli.profile:command", "Places to run, by name: init, list, show, check, trust."),
     "pull": ("corral.cli.pull:command", "Bring a model's files to this machine, or onto nodes; resumable."),
     "models": ("corral.cli.models:command", "Models by name: on disk, gated, and which fit this machine."),
     "engine": ("corral.cli.engine:command", "Installed engines: list, install, check, remove."),

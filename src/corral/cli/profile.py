@@ -91,8 +91,17 @@ def _write(path: Path, text: str) -> None:
 
     if path.is_dir() and not path.is_symlink():
         raise ConflictError(f"{path} is a folder.", "Move it away.")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    for folder in (path.parent.parent, path.parent):  # a profile that others may write to is not used
+        folder.mkdir(parents=True, exist_ok=True, mode=0o755)
     write_atomic(path, text, 0o644)
+
+
+@command.command("trust")
+@click.argument("folder", type=click.Path(path_type=Path))
+def trust(folder: Path) -> None:
+    """Use the profiles of a project's FOLDER although other users may write to it: they can run commands as you."""
+    file = folders.trust(folder.expanduser().absolute())
+    click.echo(f"Its profiles are used from now on. To end that, delete its line in {file}", err=True)
 
 
 @command.command("list")

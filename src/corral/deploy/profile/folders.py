@@ -6,19 +6,25 @@
 
 A project's file lies over the user's file of the same name, key by key: a project can carry the shape of a cluster,
 and each user the account.
+
+A project's file may name commands that run as this user. It counts where nobody else may have written it: the
+project, its `.corral` and the file belong to this user or root, and nobody else may write to them. Otherwise it is
+refused, unless the user trusts the project (`corral profile trust`).
 """
 
 from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
-from corral.base.errors import NotFoundError, UsageError
+from corral.base.errors import AccessError, NotFoundError, UsageError
+from corral.base.files import make_private_dir, writable_by_others, write_atomic
 from corral.base.record import nearest
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -97,6 +103,45 @@ def known_names() -> Iterator[str]:
         with suppress(OSError):
             names |= {file.stem for file in folder.glob("*.toml") if _NAME.fullmatch(file.stem)}
     yield from sorted(names)
+
+
+def refuse_foreign(file: ProfileFile) -> None:
+    """Raise where somebody else may have written a project's profile, and the project is not trusted."""
+    if file.kind != "project":
+        return
+    project = file.path.parents[2]
+    for path in (project, file.path.parents[1], file.path.parent, file.path):
+        try:
+            problem = writable_by_others(path)
+        except OSError:  # reading it says what is wrong
+            continue
+        if problem and str(project.resolve()) not in _trusted():
+            raise AccessError(
+                f"the profile {file.path} is not used, because it may be another user's: {problem}.",
+                "Read it; then correct its owner or permissions (chmod go-w), or trust the profiles of that project:"
+                f" corral profile trust {shlex.quote(str(project))}",
+            )
+
+
+def trust(project: Path) -> Path:
+    """Use a project's profiles, whoever wrote them; returns the file that lists such projects."""
+    if not (project / ".corral" / "profiles").is_dir():
+        raise NotFoundError(f"{project} has no profiles.", "Name the folder that holds .corral/profiles.")
+    file = _trust_file()
+    make_private_dir(file.parent)
+    write_atomic(file, "".join(f"{one}\n" for one in sorted({*_trusted(), str(project.resolve())})))
+    return file
+
+
+def _trust_file() -> Path:
+    return user_folder().parent / "trusted-folders"
+
+
+def _trusted() -> list[str]:
+    try:
+        return _trust_file().read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        return []
 
 
 def _exists(path: Path) -> bool:

@@ -147,7 +147,10 @@ def load_profile(name: str | None, environ: Mapping[str, str] | None = None) -> 
     environ = os.environ if environ is None else environ
     if not name and not any(one.startswith("CORRAL_") and one not in _OTHER_VARIABLES for one in environ):
         return Profile()  # without loading every target for its variables
-    layers = [read_file(file.path, file.kind) for file in folders.find(name)] if name else []
+    files = folders.find(name) if name else []
+    for file in files:
+        folders.refuse_foreign(file)
+    layers = [read_file(file.path, file.kind) for file in files]
     return assemble(name or "", layers, environ)
 
 
