@@ -338,7 +338,7 @@ async def test_held_requests_get_one_clear_error_when_nobody_comes() -> None:
         health = await exchange(proxy.url, b"GET /health HTTP/1.1\r\nconnection: close\r\n\r\n")
         assert health.startswith(b"HTTP/1.1 503")
         assert (proxy.figures.failed, proxy.figures.refused) == (1, 1)
-        assert proxy.held_bytes == 0
+        assert proxy.held.total == 0
 
 
 @in_loop
@@ -356,7 +356,7 @@ async def test_when_all_have_failed_the_answer_is_the_diagnosis_at_once() -> Non
         for answer in (await held, await exchange(proxy.url, post(b"{}"))):
             assert answer.startswith(b"HTTP/1.1 503")
             assert text.encode() in answer
-        assert proxy.held_bytes == 0
+        assert proxy.held.total == 0
 
 
 @in_loop
@@ -422,7 +422,7 @@ async def test_a_client_that_leaves_is_seen_by_the_server() -> None:
         await until(lambda: proxy.figures.held == 1)
         writer.close()
         await until(lambda: proxy.figures.left == 2)
-        assert proxy.held_bytes == 0
+        assert proxy.held.total == 0
 
 
 @in_loop
@@ -574,37 +574,37 @@ def test_a_wrong_key_is_refused_and_so_is_one_that_the_server_refuses(tmp_path: 
 
 @in_loop
 async def test_clients_that_send_too_slowly_or_too_much_are_ended() -> None:
-    async with proxy_to(connections=2, body_bytes=1000, held_bytes=1500) as proxy:
+    async with proxy_to(connections=3, body_bytes=1000, held_bytes=1500) as proxy:
         port = int(proxy.url.rpartition(":")[2])
         _, idle = await asyncio.open_connection("127.0.0.1", port)
         for start in (b"POST / HTTP/1.1\r\nx: ", b"POST / HTTP/1.1\r\ncontent-length: 9\r\n\r\nabc"):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(start)
-            await until(lambda: any(connection._reader.receiving for connection in proxy.connections))
-            for connection in list(proxy.connections):
-                connection.sweep(connection._since_s + 31)
+            await until(lambda: any(connection._reader.receiving for connection in proxy.connections.all()))
+            for connection in proxy.connections.all():
+                connection.sweep(connection.progress._since_s + 31)
             assert (await reader.read(-1)).startswith(b"HTTP/1.1 408")
             writer.close()
             await until(lambda: len(proxy.connections) <= 1)
-        for connection in list(proxy.connections):
-            connection.sweep(connection._since_s + 301)  # idle
-        await until(lambda: not proxy.connections)
+        for connection in proxy.connections.all():
+            connection.sweep(connection.progress._since_s + 301)  # idle
+        await until(lambda: not len(proxy.connections))
         idle.close()
         assert (await exchange(proxy.url, post(bytes(2000)))).startswith(b"HTTP/1.1 413")
         chunked = b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n7d0\r\n" + bytes(2000)
         assert (await exchange(proxy.url, chunked)).startswith(b"HTTP/1.1 413")
         assert (await exchange(proxy.url, b"GET /" + b"a" * 70_000)).startswith(b"HTTP/1.1 431")
-        await until(lambda: not proxy.connections)
+        await until(lambda: not len(proxy.connections))
         proxy.see([seen("m0", LOADING)])
         held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
         for _, writer in held:
             writer.write(post(b"{%b}" % (b" " * 698), b""))
         await until(lambda: proxy.figures.held == 2)
-        assert b"too many connections" in await exchange(proxy.url, b"")
-        assert proxy.held_bytes == 1400
+        assert b"has too many connections" in await exchange(proxy.url, b"GET / HTTP/1.1\r\n\r\n")
+        assert proxy.held.total == 1400
         for _, writer in held:
             writer.close()
-        await until(lambda: proxy.held_bytes == 0)
+        await until(lambda: proxy.held.total == 0)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ its own reader. Trailers are dropped.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -68,10 +69,8 @@ class _Reader:
         if self._large and sum(len(name) + len(value) + 4 for name, value in self._headers) > LARGEST_HEAD_BYTES:
             raise HeadTooLongError("headers that are too long")
         named = self.named = dict(self._headers)
-        coding = named.get(b"transfer-encoding")
-        if coding is not None and coding.strip().lower() != b"chunked":
-            raise BadMessageError("a transfer coding that is not plain chunks")
-        return coding is not None, b"content-length" in named
+        chunked = is_chunked(self._headers) if b"transfer-encoding" in named else False
+        return chunked, b"content-length" in named
 
     def _check_growth(self, data: bytes) -> None:
         """A head is bounded while it grows, too."""
@@ -246,6 +245,14 @@ def has_token(headers: Headers, wanted: bytes, token: bytes) -> bool:
     return any(
         name == wanted and token in [word.strip().lower() for word in value.split(b",")] for name, value in headers
     )
+
+
+def is_chunked(headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    """Whether a body comes in chunks; any other coding, and chunks beside one, are refused."""
+    codings = [value.strip().lower() for name, value in headers if name == b"transfer-encoding"]
+    if codings not in ([], [b"chunked"]):
+        raise BadMessageError("a transfer coding that is not plain chunks")
+    return bool(codings)
 
 
 LAST_CHUNK = b"0\r\n\r\n"

@@ -1,23 +1,27 @@
-"""One connection of a client: requests are read whole, one after the other, within limits."""
+"""One connection of a client: requests are read whole, one after the other, within the limits of `serve.connections`.
+
+The key is looked up at the end of a head: without one that is known, a body is refused before any of it is kept.
+Nothing more is read while what was written is not.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import socket
 import struct
 import time
 from collections import deque
+from collections.abc import Hashable
 from typing import Protocol, cast
 
-from corral.client.errors import error_body
-from corral.client.http1 import BadMessageError, Headers, HeadTooLongError, RequestReader, has_token, response
+from corral.client.http1 import BadMessageError, Headers, HeadTooLongError, RequestReader, has_token
+from corral.serve.connections import ConnectionTable, Phase, Progress
 from corral.serve.gateway.relay import Relay, RelayHost
 from corral.serve.gateway.request import ForwardedRequest, Request
+from corral.serve.gateway.usage import KeyTable, KeyUser
 
 LARGEST_AHEAD_BYTES = 1 << 18  # of requests sent before the last was answered
-SLOWEST_BYTES_PER_S = 16_384
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _now = time.monotonic
 
@@ -33,18 +37,26 @@ class RefusedError(Exception):
 class ConnectionHost(RelayHost, Protocol):
     """The gateway, as a client's connection sees it."""
 
-    connections: set[ClientConnection]
+    connections: ConnectionTable[ClientConnection]
+    keys: KeyTable
 
     def handle(self, request: Request, is_local: bool) -> ForwardedRequest | bytes:
         """Accept a request, or answer it; `is_local`: it comes from this machine."""
+
+    def refuse_key(self, extra: bytes = b"") -> bytes:
+        """The answer to a request without a key that is known."""
+
+    def refusal(self, status: int, message: str, *, extra: bytes = b"") -> bytes:
+        """An answer of the gateway's own, counted as refused."""
 
 
 class ClientConnection(asyncio.Protocol):
     """Reads requests, gives each to a relay, writes its answer."""
 
     __slots__ = (
-        "_ahead_bytes", "_body", "_expects", "_gateway", "_handling", "_head", "_http_10", "_is_local", "_paused",
-        "_reader", "_refused", "_relay", "_since_s", "_transport", "_waiting", "closing",
+        "_ahead_bytes", "_body", "_expects", "_gateway", "_handling", "_head", "_http_10", "_in_body", "_is_local",
+        "_paused", "_reader", "_refused", "_relay", "_transport", "_unread", "_user", "_waiting", "address", "closing",
+        "owner", "progress",
     )  # fmt: skip
 
     def __init__(self, gateway: ConnectionHost) -> None:
@@ -52,22 +64,24 @@ class ClientConnection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._reader = RequestReader(self)
         self._head: tuple[bytes, bytes, Headers, bool] = (b"", b"", [], False)
+        self._user: KeyUser | None = None  # of the request that is being read
         self._http_10 = False  # of the request that is being answered
         self._body = bytearray()
         self._waiting: deque[Request] = deque()  # whole, behind the one that is being answered
         self._refused: RefusedError | None = None  # answered after those
         self._relay: Relay | None = None
         self._ahead_bytes = 0
-        self._paused = self._handling = self._expects = self._is_local = False
-        self._since_s = _now()  # when the current wait began
+        self._paused = self._unread = self._handling = self._expects = self._in_body = self._is_local = False
+        self.address, self.owner = "", cast("Hashable", None)
+        self.progress = Progress(_now())
         self.closing = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
         peer = transport.get_extra_info("peername")
-        self._is_local = peer is not None and (str(peer[0]).startswith("127.") or peer[0] == "::1")
-        self._gateway.connections.add(self)
-        if len(self._gateway.connections) > self._gateway.limits.connections:
+        self.address = str(peer[0]) if peer else ""
+        self._is_local = self.address.startswith("127.") or self.address == "::1"
+        if not self._gateway.connections.add(self):
             self._refuse(RefusedError(503, "too many connections"))
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -85,27 +99,35 @@ class ClientConnection(asyncio.Protocol):
             self._transport.write(data)
 
     def pause_writing(self) -> None:
+        self._unread = True
         if self._relay is not None:
             self._relay.pause(True)
+        self._set_reading()
 
     def resume_writing(self) -> None:
+        self._unread = False
         if self._relay is not None:
             self._relay.pause(False)
+        self._set_reading()
+        self._next()
 
     def done(self) -> None:
         """The request is answered: handle the next."""
-        self._relay, self._since_s = None, _now()
+        self._relay = None
         if self.closing or self._gateway.ending:
             self.close()
             return
-        if self._paused and self._transport is not None:
+        phase = Phase.IDLE if not self._reader.receiving else Phase.BODY if self._in_body else Phase.HEAD
+        self.progress.enter(phase, _now())
+        if self._paused:
             self._paused = False
-            self._transport.resume_reading()
+            self._set_reading()
         if not self._handling:
             self._next()
 
     def close(self) -> None:
         """Close once all that was written is sent."""
+        self.progress.enter(Phase.CLOSING, _now())
         if self._transport is not None:
             self._transport.close()
 
@@ -114,6 +136,10 @@ class ClientConnection(asyncio.Protocol):
         if self._relay is not None:
             self._relay.cut_short()
         self.close()
+
+    def end_for_room(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
 
     def cut(self) -> None:
         """End in the middle of an answer in a way that the client cannot mistake for its end."""
@@ -127,15 +153,15 @@ class ClientConnection(asyncio.Protocol):
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             transport.abort()
         else:
-            transport.close()  # what was received is passed on; the announced end is missing
+            self.close()  # what was received is passed on; the announced end is missing
 
     # reading
 
     def data_received(self, data: bytes) -> None:
-        if self._refused is not None:
+        if self._refused is not None or self.closing:
             return
-        if not self._reader.receiving:
-            self._since_s = _now()
+        if self.progress.phase is Phase.IDLE:
+            self.progress.enter(Phase.HEAD, _now())
         try:
             self._reader.feed(data)
         except RefusedError as error:
@@ -147,38 +173,55 @@ class ClientConnection(asyncio.Protocol):
         self._next()
         if self._relay is not None:
             self._ahead_bytes += len(data)
-            if self._ahead_bytes > LARGEST_AHEAD_BYTES and self._transport is not None:
+            if self._ahead_bytes > LARGEST_AHEAD_BYTES:
                 self._paused = True
-                self._transport.pause_reading()
+                self._set_reading()
         elif self._expects and self._reader.receiving:
             self._expects = False
             self.write(CONTINUE)
+
+    def _set_reading(self) -> None:
+        """Read on, unless much was sent ahead, or what was written is not read."""
+        if self._transport is not None and not self._transport.is_closing():
+            if self._paused or self._unread:
+                self._transport.pause_reading()
+            else:
+                self._transport.resume_reading()
 
     # called by the reader
 
     def request(self, method: bytes, target: bytes, http_10: bool, headers: Headers) -> None:
         self._head = method, target, headers, http_10
-        self._since_s = _now()
+        self._user = self._gateway.keys.find(headers)
         named = self._reader.named
         announced = int(named.get(b"content-length", b"0"))
+        if self._user is None:
+            if announced or b"transfer-encoding" in named:
+                raise RefusedError(401, "")
+        elif not self._gateway.connections.show_key(self, self._user):
+            raise RefusedError(429, f"the key {self._user.name!r} has too many connections")
         if announced > self._gateway.limits.body_bytes:
             raise self._too_long()
+        self._in_body = True
+        if self._relay is None:
+            self.progress.enter(Phase.BODY, _now())
         self._expects = b"expect" in named and has_token(headers, b"expect", b"100-continue")
 
     def body(self, data: bytes) -> None:
-        self._body += data
-        self._gateway.held_bytes += len(data)
-        if len(self._body) > self._gateway.limits.body_bytes:
+        self.progress.received(len(data))
+        if len(self._body) + len(data) > self._gateway.limits.body_bytes:
             raise self._too_long()
-        if self._gateway.held_bytes > self._gateway.limits.held_bytes:
-            raise RefusedError(503, "too many large requests at once")
+        if problem := self._gateway.held.take(self._user, len(data)):
+            raise RefusedError(503, problem)
+        self._body += data
 
     def _too_long(self) -> RefusedError:
         return RefusedError(413, f"the request is longer than {self._gateway.limits.body_bytes:,} bytes")
 
     def complete(self, keep: bool) -> None:
+        self._in_body = False
         body, self._body = self._body, bytearray()
-        self._waiting.append(Request(*self._head, body, keep))
+        self._waiting.append(Request(*self._head, body, keep, self._user))
 
     # handling
 
@@ -188,19 +231,28 @@ class ClientConnection(asyncio.Protocol):
             return
         self._handling = True
         try:
-            while self._waiting and self._relay is None and self._transport is not None and not self.closing:
+            while self._is_free() and self._waiting:
                 self._handle(self._waiting.popleft())
         finally:
             self._handling = False
-        if self._refused is not None and self._relay is None and not self.closing:
+        if self._refused is not None and self._is_free():
             self._refuse(self._refused)
+
+    def _is_free(self) -> bool:
+        """Whether the next request may be answered."""
+        return self._relay is None and self._transport is not None and not self.closing and not self._unread
 
     def _handle(self, request: Request) -> None:
         self._http_10, self._ahead_bytes = request.http_10, 0
         self.closing = request.http_10 or not request.keep
-        answer = self._gateway.handle(request, self._is_local)
+        self.progress.enter(Phase.ANSWER, _now())
+        answer: ForwardedRequest | bytes = b""
+        try:
+            answer = self._gateway.handle(request, self._is_local)
+        finally:
+            if isinstance(answer, bytes):
+                self._gateway.held.release(request.user, len(request.body))
         if isinstance(answer, bytes):
-            self._gateway.held_bytes -= len(request.body)
             self.write(answer)
             self.done()
         else:
@@ -208,28 +260,35 @@ class ClientConnection(asyncio.Protocol):
             self._relay.start()
 
     def _release(self) -> None:
-        self._gateway.held_bytes -= len(self._body) + sum(len(request.body) for request in self._waiting)
+        self._gateway.held.release(self._user, len(self._body))
         self._body = bytearray()
+        for request in self._waiting:
+            self._gateway.held.release(request.user, len(request.body))
         self._waiting.clear()
 
     def _refuse(self, refused: RefusedError) -> None:
-        """Answer what cannot be passed on, and close: what follows cannot be understood."""
+        """Answer what cannot be passed on, and close; what still arrives is dropped, so that the answer is read."""
         self.closing, self._refused = True, refused
         self._release()
-        self._gateway.figures.requests += 1
-        self._gateway.figures.failed += 1
-        text = f"{self._gateway.title}: {refused.message}"
-        body = json.dumps(error_body(text, "invalid_request_error", refused.status)).encode()
-        self.write(response(refused.status, body, extra=b"connection: close\r\n"))
-        self.close()
+        self.progress.enter(Phase.CLOSING, _now())
+        end = b"connection: close\r\n"
+        if refused.status == 401:
+            self.write(self._gateway.refuse_key(end))
+        else:
+            self.write(self._gateway.refusal(refused.status, refused.message, extra=end))
+        if self._transport is not None:
+            self._transport.write_eof()
 
     def sweep(self, now_s: float) -> None:
-        """End connections that send too slowly, or nothing for long."""
-        waited, limits = now_s - self._since_s, self._gateway.limits
-        if self._relay is not None or self.closing:
+        """End a connection that sends too slowly, sends nothing for long, or does not read."""
+        if self._transport is None:
             return
-        if self._reader.receiving:
-            if waited > limits.read_s + len(self._body) / SLOWEST_BYTES_PER_S:
-                self._refuse(RefusedError(408, "the request did not arrive in time"))
-        elif waited > limits.idle_s:
+        unread_bytes = self._transport.get_write_buffer_size()
+        if not self.progress.is_stuck(self._gateway.limits, now_s, unread_bytes):
+            return
+        if unread_bytes or self.progress.phase is Phase.CLOSING:
+            self._transport.abort()
+        elif self.progress.phase is Phase.IDLE:
             self.close()
+        else:
+            self._refuse(RefusedError(408, "the request did not arrive in time"))

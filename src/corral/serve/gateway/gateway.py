@@ -21,6 +21,7 @@ from corral.client.errors import error_body
 from corral.client.http1 import http_url, response
 from corral.client.pool import open_files
 from corral.deploy.deployment.state import ENDED, State
+from corral.serve.connections import SWEEP_S, Absence, ConnectionTable, HeldBytes
 from corral.serve.gateway import pages
 from corral.serve.gateway.client_connection import ClientConnection
 from corral.serve.gateway.member import Member, MemberReading
@@ -31,7 +32,6 @@ from corral.serve.gateway.relay import GatewayLimits
 from corral.serve.gateway.request import ForwardedRequest, Request
 from corral.serve.gateway.usage import KeyGrant, KeyTable, KeyUser
 
-SWEEP_S = 1.0
 ENDED_SILENCE_S = 5.0  # a server that has ended sends nothing more: requests that still wait for it are given up
 MOST_WAITING = 50_000
 _NO_SCALE = TokenScale()
@@ -59,8 +59,9 @@ class Gateway:
         self.pools: dict[str, ModelPool] = {}
         self.keys = KeyTable()
         self.unknown_keys = 0
-        self.connections: set[ClientConnection] = set()
-        self.held_bytes = 0
+        self.connections: ConnectionTable[ClientConnection] = ConnectionTable(self.limits)
+        self.held = HeldBytes(self.limits.held_bytes, self.limits.held_bytes_of_key)
+        self._absence = Absence(SWEEP_S)
         self.ending = False
         self.url = ""
         self._server: asyncio.Server | None = None
@@ -78,7 +79,9 @@ class Gateway:
 
     def _sweep(self) -> None:
         now = time.monotonic()
-        for connection in list(self.connections):
+        away_s = self._absence.since_last(now)
+        for connection in self.connections.all():
+            connection.progress.excuse(away_s)
             connection.sweep(now)
         for member in self.members:
             if member.state in ENDED:
@@ -96,7 +99,7 @@ class Gateway:
             await asyncio.sleep(0.05)
         if self._sweeper:
             self._sweeper.cancel()
-        for connection in list(self.connections):
+        for connection in self.connections.all():
             connection.end()
         for member in self.members:
             member.close_idle()
@@ -167,14 +170,18 @@ class Gateway:
             return self._health()
         if path == b"/proxy/status" and self.route_name == NEWEST:
             return self._proxy_status(is_local)
-        user = self.keys.find(request.headers)
-        if user is None:
-            self.unknown_keys += 1
-            extra = b"www-authenticate: Bearer\r\n"
-            return self.refusal(401, "the key is missing or unknown: send 'Authorization: Bearer KEY'", extra=extra)
+        user = request.user
+        if user is None or not self.keys.knows(user):
+            return self.refuse_key()
         if request.method in (b"GET", b"HEAD") and (page := self._page(path, user)) is not None:
             return page
         return self._route(request, user)
+
+    def refuse_key(self, extra: bytes = b"") -> bytes:
+        """The answer to a request without a key that is known."""
+        self.unknown_keys += 1
+        extra += b"www-authenticate: Bearer\r\n"
+        return self.refusal(401, "the key is missing or unknown: send 'Authorization: Bearer KEY'", extra=extra)
 
     def _route(self, request: Request, user: KeyUser) -> ForwardedRequest | bytes:
         try:

@@ -20,6 +20,7 @@ from typing import Protocol
 from corral.client.errors import StrangerError, error_body
 from corral.client.http1 import LAST_CHUNK, Headers, chunk, response, status_line
 from corral.deploy.deployment.state import State
+from corral.serve.connections import HeldBytes, ServerLimits
 from corral.serve.gateway.member import Member, MemberConnection
 from corral.serve.gateway.pages import Figures
 from corral.serve.gateway.request import ForwardedRequest, Request, forwarded_headers
@@ -32,17 +33,17 @@ DRAINING_HEADER = b"x-corral-state"  # what the guard of a draining server adds 
 _now = time.monotonic
 
 
-@dataclass(frozen=True)
-class GatewayLimits:
-    """How long requests may take to arrive or wait, and how much of them is kept."""
+@dataclass(frozen=True, kw_only=True)
+class GatewayLimits(ServerLimits):
+    """How long requests may wait, and how much of them is kept, besides what every server limits."""
 
+    connections: int = 16_384
+    idle_s: float = 300.0
     hold_s: float = 120.0  # a request waits this long for a server to be ready
     connect_s: float = 5.0
-    read_s: float = 30.0  # for the head of a request, and for its body beyond what a slow line explains
-    idle_s: float = 300.0
-    connections: int = 16_384
     body_bytes: int = 256 << 20
     held_bytes: int = 2 << 30  # of all requests together that may have to be sent again
+    held_bytes_of_key: int = 512 << 20
 
 
 class RelayHost(Protocol):
@@ -52,7 +53,7 @@ class RelayHost(Protocol):
     loop: asyncio.AbstractEventLoop
     limits: GatewayLimits
     figures: Figures
-    held_bytes: int
+    held: HeldBytes
     ending: bool
 
     def regroup(self) -> None:
@@ -461,7 +462,7 @@ class Relay:
 
     def _forget_request(self) -> None:
         if self._request is not None:
-            self._gateway.held_bytes -= len(self._request.body)
+            self._gateway.held.release(self._request.user, len(self._request.body))
             self._request = None
 
 

@@ -54,6 +54,7 @@ class Request(NamedTuple):
     http_10: bool
     body: bytes | bytearray
     keep: bool  # another may follow on its connection
+    user: KeyUser | None = None  # whose key it has
 
     @property
     def bare_path(self) -> bytes:

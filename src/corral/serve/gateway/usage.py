@@ -124,6 +124,10 @@ class KeyTable:
         user = self._users.get(digest)
         return user if user is not None and hmac.compare_digest(user.grant.digest, digest) else None
 
+    def knows(self, user: KeyUser) -> bool:
+        """Whether its key is still valid."""
+        return self._users.get(user.grant.digest) is user
+
     def all(self) -> list[KeyUser]:
         return list(self._users.values())
 
