@@ -32,7 +32,7 @@ class ServerLimits:
     closing_s: float = 5.0  # for the last bytes in both directions
 
 
-class Phase(enum.Enum):
+class ConnectionPhase(enum.Enum):
     """What a connection is in the middle of."""
 
     IDLE = "idle"
@@ -42,17 +42,17 @@ class Phase(enum.Enum):
     CLOSING = "closing"
 
 
-class Progress:
+class ConnectionProgress:
     """Whether a connection advances; all times are monotonic."""
 
     __slots__ = ("_bytes", "_since_s", "_unread_bytes", "_unread_since_s", "phase")
 
     def __init__(self, now_s: float) -> None:
-        self.phase, self._since_s = Phase.IDLE, now_s
+        self.phase, self._since_s = ConnectionPhase.IDLE, now_s
         self._bytes = self._unread_bytes = 0
         self._unread_since_s = now_s
 
-    def enter(self, phase: Phase, now_s: float) -> None:
+    def enter(self, phase: ConnectionPhase, now_s: float) -> None:
         self.phase, self._since_s, self._bytes = phase, now_s, 0
 
     def received(self, count: int) -> None:
@@ -69,20 +69,22 @@ class Progress:
         if unread_bytes:
             if not self._unread_bytes or unread_bytes < self._unread_bytes:
                 self._unread_since_s = now_s
-            patience_s = limits.closing_s if self.phase is Phase.CLOSING else limits.unread_s
+            patience_s = limits.closing_s if self.phase is ConnectionPhase.CLOSING else limits.unread_s
             if now_s - self._unread_since_s > patience_s:
                 return True
         self._unread_bytes = unread_bytes
         spent_s = now_s - self._since_s
-        if self.phase is Phase.BODY:
+        if self.phase is ConnectionPhase.BODY:
             if spent_s <= limits.read_s:
                 return False
             enough = self._bytes >= limits.slowest_bytes_per_s * limits.read_s
             self._since_s, self._bytes = (now_s, 0) if enough else (self._since_s, self._bytes)
             return not enough
-        if self.phase is Phase.ANSWER or (self.phase is Phase.CLOSING and unread_bytes):
+        if self.phase is ConnectionPhase.ANSWER or (self.phase is ConnectionPhase.CLOSING and unread_bytes):
             return False
-        return spent_s > {Phase.IDLE: limits.idle_s, Phase.HEAD: limits.head_s}.get(self.phase, limits.closing_s)
+        return spent_s > {ConnectionPhase.IDLE: limits.idle_s, ConnectionPhase.HEAD: limits.head_s}.get(
+            self.phase, limits.closing_s
+        )
 
     @property
     def is_unread(self) -> bool:
@@ -90,7 +92,7 @@ class Progress:
         return self._unread_bytes > 0
 
 
-class Absence:
+class TimeAway:
     """How long a loop that should have come round did not: the process was stopped, suspended, or kept busy."""
 
     def __init__(self, interval_s: float) -> None:
@@ -103,18 +105,18 @@ class Absence:
         return away_s if last and away_s > self._interval_s else 0.0
 
 
-class Connection(Protocol):
+class ServedConnection(Protocol):
     """A connection, as the table of all sees it."""
 
     address: str  # of the client
     owner: Hashable  # whose key it has shown; None: none yet
-    progress: Progress
+    progress: ConnectionProgress
 
     def end_for_room(self) -> None:
         """Close at once: another connection needs the room."""
 
 
-C = TypeVar("C", bound=Connection)
+C = TypeVar("C", bound=ServedConnection)
 
 
 class ConnectionTable(Generic[C]):
@@ -166,7 +168,7 @@ class ConnectionTable(Generic[C]):
             most = Counter(one.address for one in strangers).most_common(1)[0][0]
             ending = [one for one in strangers if one.address == most]
         else:
-            idle = [one for one in self._all if one.progress.phase is Phase.IDLE]
+            idle = [one for one in self._all if one.progress.phase is ConnectionPhase.IDLE]
             owners = Counter(one.owner for one in idle)
             ending = [one for one in idle if one.owner == owners.most_common(1)[0][0]]
         for one in ending[: max(1, self.limits.connections // MADE_ROOM)]:

@@ -16,7 +16,7 @@ from collections.abc import Hashable
 from typing import Protocol, cast
 
 from corral.client.http1 import BadMessageError, Headers, HeadTooLongError, RequestReader, has_token
-from corral.serve.connections import ConnectionTable, Phase, Progress
+from corral.serve.connections import ConnectionPhase, ConnectionProgress, ConnectionTable
 from corral.serve.gateway.relay import Relay, RelayHost
 from corral.serve.gateway.request import ForwardedRequest, Request
 from corral.serve.gateway.usage import KeyTable, KeyUser
@@ -55,8 +55,8 @@ class ClientConnection(asyncio.Protocol):
 
     __slots__ = (
         "_ahead_bytes", "_body", "_expects", "_gateway", "_handling", "_head", "_http_10", "_in_body", "_is_local",
-        "_paused", "_reader", "_refused", "_relay", "_transport", "_unread", "_user", "_waiting", "address", "closing",
-        "owner", "progress",
+        "_paused", "_reader", "_refused", "_relay", "_transport", "_unread", "_user", "_waiting", "address",
+        "closing", "owner", "progress",
     )  # fmt: skip
 
     def __init__(self, gateway: ConnectionHost) -> None:
@@ -73,7 +73,7 @@ class ClientConnection(asyncio.Protocol):
         self._ahead_bytes = 0
         self._paused = self._unread = self._handling = self._expects = self._in_body = self._is_local = False
         self.address, self.owner = "", cast("Hashable", None)
-        self.progress = Progress(_now())
+        self.progress = ConnectionProgress(_now())
         self.closing = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -117,7 +117,13 @@ class ClientConnection(asyncio.Protocol):
         if self.closing or self._gateway.ending:
             self.close()
             return
-        phase = Phase.IDLE if not self._reader.receiving else Phase.BODY if self._in_body else Phase.HEAD
+        phase = (
+            ConnectionPhase.IDLE
+            if not self._reader.receiving
+            else ConnectionPhase.BODY
+            if self._in_body
+            else ConnectionPhase.HEAD
+        )
         self.progress.enter(phase, _now())
         if self._paused:
             self._paused = False
@@ -127,7 +133,7 @@ class ClientConnection(asyncio.Protocol):
 
     def close(self) -> None:
         """Close once all that was written is sent."""
-        self.progress.enter(Phase.CLOSING, _now())
+        self.progress.enter(ConnectionPhase.CLOSING, _now())
         if self._transport is not None:
             self._transport.close()
 
@@ -160,8 +166,8 @@ class ClientConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._refused is not None or self.closing:
             return
-        if self.progress.phase is Phase.IDLE:
-            self.progress.enter(Phase.HEAD, _now())
+        if self.progress.phase is ConnectionPhase.IDLE:
+            self.progress.enter(ConnectionPhase.HEAD, _now())
         try:
             self._reader.feed(data)
         except RefusedError as error:
@@ -204,7 +210,7 @@ class ClientConnection(asyncio.Protocol):
             raise self._too_long()
         self._in_body = True
         if self._relay is None:
-            self.progress.enter(Phase.BODY, _now())
+            self.progress.enter(ConnectionPhase.BODY, _now())
         self._expects = b"expect" in named and has_token(headers, b"expect", b"100-continue")
 
     def body(self, data: bytes) -> None:
@@ -245,7 +251,7 @@ class ClientConnection(asyncio.Protocol):
     def _handle(self, request: Request) -> None:
         self._http_10, self._ahead_bytes = request.http_10, 0
         self.closing = request.http_10 or not request.keep
-        self.progress.enter(Phase.ANSWER, _now())
+        self.progress.enter(ConnectionPhase.ANSWER, _now())
         answer: ForwardedRequest | bytes = b""
         try:
             answer = self._gateway.handle(request, self._is_local)
@@ -270,7 +276,7 @@ class ClientConnection(asyncio.Protocol):
         """Answer what cannot be passed on, and close; what still arrives is dropped, so that the answer is read."""
         self.closing, self._refused = True, refused
         self._release()
-        self.progress.enter(Phase.CLOSING, _now())
+        self.progress.enter(ConnectionPhase.CLOSING, _now())
         end = b"connection: close\r\n"
         if refused.status == 401:
             self.write(self._gateway.refuse_key(end))
@@ -286,9 +292,9 @@ class ClientConnection(asyncio.Protocol):
         unread_bytes = self._transport.get_write_buffer_size()
         if not self.progress.is_stuck(self._gateway.limits, now_s, unread_bytes):
             return
-        if unread_bytes or self.progress.phase is Phase.CLOSING:
+        if unread_bytes or self.progress.phase is ConnectionPhase.CLOSING:
             self._transport.abort()
-        elif self.progress.phase is Phase.IDLE:
+        elif self.progress.phase is ConnectionPhase.IDLE:
             self.close()
         else:
             self._refuse(RefusedError(408, "the request did not arrive in time"))

@@ -21,7 +21,7 @@ from corral.client.errors import error_body
 from corral.client.http1 import http_url, response
 from corral.client.pool import open_files
 from corral.deploy.deployment.state import ENDED, State
-from corral.serve.connections import SWEEP_S, Absence, ConnectionTable, HeldBytes
+from corral.serve.connections import SWEEP_S, ConnectionTable, HeldBytes, TimeAway
 from corral.serve.gateway import pages
 from corral.serve.gateway.client_connection import ClientConnection
 from corral.serve.gateway.member import Member, MemberReading
@@ -61,7 +61,7 @@ class Gateway:
         self.unknown_keys = 0
         self.connections: ConnectionTable[ClientConnection] = ConnectionTable(self.limits)
         self.held = HeldBytes(self.limits.held_bytes, self.limits.held_bytes_of_key)
-        self._absence = Absence(SWEEP_S)
+        self._away = TimeAway(SWEEP_S)
         self.ending = False
         self.url = ""
         self._server: asyncio.Server | None = None
@@ -79,7 +79,7 @@ class Gateway:
 
     def _sweep(self) -> None:
         now = time.monotonic()
-        away_s = self._absence.since_last(now)
+        away_s = self._away.since_last(now)
         for connection in self.connections.all():
             connection.progress.excuse(away_s)
             connection.sweep(now)
