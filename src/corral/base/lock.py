@@ -35,10 +35,24 @@ NOBODY = Identity(pid=0, host="", boot_id="", start_ticks=0)
 REPORT_AGAIN_S = 60.0
 
 
+class Stillness:
+    """How long a value has not changed, by this process's own clock: those of other machines differ, and jump."""
+
+    def __init__(self) -> None:
+        self._value: object = self
+        self._since_s = 0.0
+
+    def of(self, value: object) -> float:
+        if value != self._value:
+            self._value, self._since_s = value, time.monotonic()
+        return time.monotonic() - self._since_s
+
+
 class FileLock:
     """Holds a file while the `with` block runs.
 
-    While another process holds it, `held` is called repeatedly: it raises to give up, or returns to wait.
+    While another process holds it, `held` is called repeatedly: it raises to give up, or returns to wait. `watched`:
+    a holder on another machine is dead only when this process itself has seen no touch for `silent_s`.
     """
 
     def __init__(
@@ -46,9 +60,11 @@ class FileLock:
         path: Path,
         held: Callable[[Identity], None] | None = None,
         silent_s: float | None = None,
-        beats: bool = False,
+        beat_s: float | None = None,
+        watched: bool = False,
     ) -> None:
-        self.path, self._held, self._silent_s, self._beats = path, held, silent_s, beats
+        self.path, self._held, self._silent_s, self._beat_s = path, held, silent_s, beat_s
+        self._watch = Stillness() if watched else None
         self._touched, self._inode = 0.0, 0
         self._beating = contextlib.ExitStack()
 
@@ -58,7 +74,7 @@ class FileLock:
             holder = lock_holder(self.path)
             if holder is None:
                 continue  # released in this moment
-            if _is_dead(self.path, holder, self._silent_s):
+            if self._is_dead(holder):
                 discard_lock(self.path, holder)
                 continue
             if self._held:
@@ -66,8 +82,8 @@ class FileLock:
             time.sleep(POLL_S)
         self._touched = time.monotonic()
         self._inode = self.path.stat().st_ino
-        if self._beats:
-            self._beating.enter_context(heartbeat(self.path))
+        if self._beat_s:
+            self._beating.enter_context(heartbeat(self.path, self._beat_s))
         return self
 
     def __exit__(
@@ -92,6 +108,18 @@ class FileLock:
         except OSError:
             return self.path.stat().st_ino == self._inode
 
+    def is_held(self) -> bool:
+        """Whether no other process has taken it over; taken again where it is gone. OSError: that is unknown."""
+        holder = lock_holder(self.path)
+        return try_lock(self.path) if holder is None else holder == own_identity()
+
+    def _is_dead(self, holder: Identity) -> bool:
+        if self._watch is None or self._silent_s is None or holder == NOBODY or holder.is_among_ours():
+            return _is_dead(self.path, holder, self._silent_s)
+        with contextlib.suppress(FileNotFoundError):
+            return self._watch.of((holder, self.path.stat().st_mtime_ns)) > self._silent_s
+        return False
+
     def touch(self) -> None:
         """Show that the holder is alive; cheap enough to be called often."""
         now = time.monotonic()
@@ -103,7 +131,7 @@ class FileLock:
 
 def exclusive_lock(path: Path, on_wait: Callable[[str], None], silent_s: float = SILENT_S) -> FileLock:
     """A lock that is waited for and touched while held; `on_wait` learns who holds it, at once and every minute."""
-    return FileLock(path, _every_minute(path, on_wait), silent_s, beats=True)
+    return FileLock(path, _every_minute(path, on_wait), silent_s, TOUCH_S)
 
 
 def wait_notice(what: str, say: Callable[[str], None] | None = None) -> Callable[[str], None]:
@@ -133,12 +161,12 @@ def _every_minute(path: Path, on_wait: Callable[[str], None]) -> Callable[[Ident
 
 
 @contextlib.contextmanager
-def heartbeat(path: Path) -> Iterator[None]:
+def heartbeat(path: Path, every_s: float = TOUCH_S) -> Iterator[None]:
     """Touch a lock from a thread during a long task: a model loads, files are copied."""
     over = threading.Event()
 
     def beat() -> None:
-        while not over.wait(TOUCH_S):
+        while not over.wait(every_s):
             with contextlib.suppress(OSError):
                 os.utime(path)
 

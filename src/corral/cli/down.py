@@ -12,7 +12,7 @@ from corral.deploy.deployment.state import ENDED
 from corral.deploy.lifecycle import deployments
 from corral.lab.report.screen import print_json, say_waiting
 from corral.serve.fleet.chain import choose_folder, close_chain
-from corral.serve.fleet.processes import end_fleet
+from corral.serve.fleet.processes import end_fleet, runs_elsewhere
 from corral.serve.fleet.record import FleetFolder, all_fleets, read_fleet
 from corral.serve.fleet.status import chosen_fleet
 
@@ -67,6 +67,8 @@ def _end(
             click.echo(f"{name}: stopped")
         if purge and DeploymentFolder.of(name).path.exists():
             DeploymentFolder.of(name).delete()
+    for left in runs_elsewhere(fleet):
+        click.echo(f"corral: {left} still runs; it ends when it reads that the fleet has ended", err=True)
     if not quiet:
         click.echo(f"{fleet.name}: ended")
     if purge:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 from typing import Any
 
 import click
@@ -39,14 +40,18 @@ def command() -> None:
     type=click.Choice(list(POLICIES)),
     help="How a server is chosen.  [default: as the fleet says, or prefix]",
 )
+@click.option("--while-open", is_flag=True, hidden=True)  # of a fleet's own gateway: it ends with the fleet
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON when it ends.")
-def serve(names: tuple[str, ...], port: int | None, bind: str, route: str | None, as_json: bool) -> None:
+def serve(
+    names: tuple[str, ...], port: int | None, bind: str, route: str | None, while_open: bool, as_json: bool
+) -> None:
     """Serve the fleets and deployments NAME... behind one address until Ctrl-C."""
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise UsageError(f"{twice!r} was given twice.", "Give each fleet or deployment once.")
     sources = [open_source(name) for name in names]
-    serve_until_signal(gateway_process(sources, bind, port, route or _route_of(sources)), as_json)
+    process = gateway_process(sources, bind, port, route or _route_of(sources))
+    serve_until_signal(replace(process, while_open=while_open), as_json)
 
 
 def serve_until_signal(process: GatewayProcess, as_json: bool) -> None:

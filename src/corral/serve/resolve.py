@@ -33,6 +33,7 @@ from corral.deploy.lifecycle.deployments import Status
 from corral.deploy.lifecycle.tunnel import ensure_tunnel
 from corral.serve.fleet.chain import DeploymentReading, living_chains, newest_ready, read_chain, read_members
 from corral.serve.fleet.record import FleetFolder, find_fleet, held_gateways, living_fleets, read_fleet
+from corral.serve.fleet.status import not_here
 
 URL_VARIABLE, KEY_VARIABLE = "OPENAI_BASE_URL", "OPENAI_API_KEY"
 _ASKED_AGAIN = 2
@@ -167,7 +168,13 @@ def fleet_endpoint(folder: FleetFolder) -> Endpoint:
         raise ConflictError(f"no gateway of the fleet {folder.name!r} runs.", f"`corral status {name}` says why.")
     if not any(_is_ready(member) for member in fleet.serving()):
         raise ConflictError(f"no member of the fleet {folder.name!r} is ready.", f"`corral wait {name}` waits.")
-    return Endpoint(f"{next(iter(gateways.values())).url}/v1", fleet.model, str(folder.key))
+    gateway = next(iter(gateways.values()))
+    if not gateway.is_reachable:
+        raise ConflictError(
+            f"the gateway of the fleet {folder.name!r} cannot be reached from this machine.",
+            f"{not_here(folder.name, gateway).capitalize()}.",
+        )
+    return Endpoint(f"{gateway.url}/v1", fleet.model, str(folder.key))
 
 
 def _is_ready(name: str) -> bool:

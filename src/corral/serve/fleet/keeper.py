@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from corral.base.errors import ConflictError, CorralError, UnreachableError
-from corral.base.lock import SILENT_S, FileLock
+from corral.base.lock import FileLock
 from corral.base.processes import Identity
 from corral.base.record import load_json
 from corral.client.fanout import backoff_s
@@ -31,12 +31,14 @@ from corral.serve.fleet.creation import place
 from corral.serve.fleet.pace import Pacer
 from corral.serve.fleet.processes import ensure_gateway
 from corral.serve.fleet.record import (
+    SILENT_S,
     Fleet,
     FleetFolder,
     FleetMember,
     GatewayLoad,
     Judgement,
     change_fleet,
+    is_over,
     read_fleet,
     read_loads,
 )
@@ -49,6 +51,8 @@ CHAIN_INTERVAL_S, HANDOVER_INTERVAL_S = (
     15.0,
     5.0,
 )  # each asks the scheduler; a hand-over is between two jobs that both run
+BEAT_S = 4.0  # a keeper touches its lock so often: one that is silent for `SILENT_S` is replaced from any machine
+STOPPED = "told to stop; the members keep running"
 STANDBY_S = 5.0  # after which a keeper that waits for the end of another one checks again
 REPLACE_PAUSES_S = 60.0, 1800.0  # after a hung or slow member was replaced; they double
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 300.0  # before a member that failed is started again
@@ -61,39 +65,58 @@ LEASE_S = 30.0  # how long what a scheduler says of a job's end is believed
 
 
 def keep(
-    folder: FleetFolder, say: Callable[[str], None], wanted: Callable[[], bool] = lambda: True, once: bool = False
+    folder: FleetFolder,
+    say: Callable[[str], None],
+    wanted: Callable[[], bool] = lambda: True,
+    once: bool = False,
+    stands_by: bool = False,
 ) -> str:
-    """Keep a fleet until it is closed, or nobody wants that any more; why, in words. `once`: only what is due now."""
-    held = _stand_by(folder, wanted, once) if read_fleet(folder).chain else _refuse(folder)
-    try:
-        with FileLock(folder.keeper, held, SILENT_S, beats=True):
-            keeper = Keeper(folder, say)
-            try:
-                return _keep(keeper, wanted, once)
-            finally:
-                keeper.finish()
-    except _NotNeededError as error:
-        return str(error)
-    except FileNotFoundError:
-        if folder.record.exists():
-            raise
-        return "its folder is gone"
+    """Keep a fleet until it is closed, or nobody wants that any more; why, in words. `once`: only what is due now.
 
-
-def _keep(keeper: Keeper, wanted: Callable[[], bool], once: bool) -> str:
-    while wanted():
-        fleet = read_fleet(keeper.folder)
-        if fleet.closed:
-            return fleet.closed
-        acted = False
+    While another keeper works, this one ends, or waits to take its place (`stands_by`, and every keeper of a chain).
+    """
+    chain = read_fleet(folder).chain
+    held = _stand_by(folder, say, wanted, once) if chain or stands_by else _refuse(folder, say)
+    while True:
         try:
+            with FileLock(folder.keeper, held, SILENT_S, BEAT_S, watched=True) as lock:
+                keeper = Keeper(folder, say)
+                try:
+                    return _keep(keeper, lock, wanted, once)
+                finally:
+                    keeper.finish()
+        except _NotNeededError as error:
+            return str(error)
+        except OSError as error:  # of the lock itself: whether another keeper works is unknown
+            if once:
+                raise
+            if is_over(folder) and not folder.record.exists():
+                return "its folder is gone"
+            say(f"{error}; trying again")
+            _pause(STANDBY_S, wanted)
+            if not wanted():
+                return STOPPED
+
+
+def _keep(keeper: Keeper, lock: FileLock, wanted: Callable[[], bool], once: bool) -> str:
+    while wanted():
+        acted, pause_s = False, INTERVAL_S
+        try:
+            if not lock.is_held():
+                return "another keeper has taken its place"
+            fleet = read_fleet(keeper.folder)
+            if fleet.closed:
+                return fleet.closed
             acted = keeper.check(fleet)
-        except (CorralError, OSError) as error:  # a scheduler that does not answer, a disk that is full
+            pause_s = keeper.pause_s(fleet, acted, once)
+        except (CorralError, OSError) as error:  # a scheduler that does not answer, a disk that is full or silent
+            if is_over(keeper.folder):
+                return "its folder is gone"
             keeper.say(str(error))
         if once and not acted and not keeper.is_busy():
             return keeper.waiting or "nothing is due"
-        _pause(keeper.pause_s(fleet, acted, once), wanted)
-    return "told to stop; the members keep running"
+        _pause(pause_s, wanted)
+    return STOPPED
 
 
 def _pause(seconds: float, wanted: Callable[[], bool]) -> None:
@@ -106,8 +129,18 @@ class _NotNeededError(Exception):
     """Another keeper does the work of this one."""
 
 
-def _refuse(folder: FleetFolder) -> Callable[[Identity], None]:
+def _refuse(folder: FleetFolder, say: Callable[[str], None]) -> Callable[[Identity], None]:
+    """Refuse while another keeper works; one on another machine is watched until it gives a sign, or is dead."""
+    seen: list[tuple[Identity, int]] = []
+
     def held(holder: Identity) -> None:
+        if not holder.is_among_ours():
+            seen.append((holder, folder.keeper.stat().st_mtime_ns))
+            if len(seen) == 1:
+                who = f"process {holder.pid} on {holder.host}"
+                say(f"{who} is its keeper; taking its place if it is silent for {SILENT_S:.0f} s")
+            if seen[-1] == seen[0]:
+                return _pause(INTERVAL_S, lambda: True)
         raise ConflictError(
             f"the fleet {folder.name!r} already has a keeper: process {holder.pid} on {holder.host}.",
             f"There is nothing to do. To run the keeper here instead, stop that one first: kill {holder.pid}",
@@ -116,17 +149,23 @@ def _refuse(folder: FleetFolder) -> Callable[[Identity], None]:
     return held
 
 
-def _stand_by(folder: FleetFolder, wanted: Callable[[], bool], once: bool) -> Callable[[Identity], None]:
-    """Wait until the other keeper of a chain ends: each of its jobs has one."""
+def _stand_by(
+    folder: FleetFolder, say: Callable[[str], None], wanted: Callable[[], bool], once: bool
+) -> Callable[[Identity], None]:
+    """Wait until the other keeper ends; a gateway that ran on this machine is kept up meanwhile."""
 
     def held(holder: Identity) -> None:
         if once:
             raise _NotNeededError(f"process {holder.pid} on {holder.host} keeps it")
-        if closed := read_fleet(folder).closed:
-            raise _NotNeededError(closed)
+        with contextlib.suppress(CorralError, OSError):  # what cannot be read now can be later
+            fleet = read_fleet(folder)
+            if fleet.closed:
+                raise _NotNeededError(fleet.closed)
+            if not fleet.chain and not holder.is_among_ours():
+                ensure_gateway(folder, say, stands_by=True)
         _pause(STANDBY_S, wanted)
         if not wanted():
-            raise _NotNeededError("told to stop; the members keep running")
+            raise _NotNeededError(STOPPED)
 
     return held
 

@@ -1,10 +1,15 @@
-"""What runs in the background for a fleet: its keeper and its gateway, started here and ended with it."""
+"""What runs in the background for a fleet: its keeper and its gateways, started here and ended with it.
+
+A keeper may take the place of one on another machine. It starts a gateway when those of other machines are silent;
+one that ran on this machine is started again here in any case, because clients know its address.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,51 +19,84 @@ from dataclasses import replace
 from pathlib import Path
 
 from corral.base.errors import CorralError
-from corral.base.files import write_atomic
-from corral.base.lock import holder_of
-from corral.base.processes import Identity, identify
-from corral.base.record import dump_json, load_json
+from corral.base.lock import Stillness, holder_of
+from corral.base.processes import Identity, identify, process_namespace
+from corral.base.record import load_json
 from corral.deploy.deployment.events import append_event
 from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.lifecycle import deployments
-from corral.serve.fleet.record import FleetFolder, change_fleet, held_gateways, read_fleet
+from corral.serve.fleet.record import (
+    SILENT_S,
+    Fleet,
+    FleetFolder,
+    change_fleet,
+    fleet_lock,
+    held_gateways,
+    read_fleet,
+    write_fleet,
+)
 
 GATEWAY_PAUSE_S = 5.0  # between two starts of a gateway that ends at once
 ENDING_S = 90.0  # a keeper finishes what it has begun
+ELSEWHERE_S = 10.0  # for what runs on other machines to read that its fleet has ended
+MOST_GATEWAYS = 8  # machines that are remembered
 
 
 def ensure_keeper(folder: FleetFolder) -> None:
     """Start the fleet's keeper in the background, unless one runs."""
-    if holder_of(folder.keeper) is None:
+    if holder_of(folder.keeper, SILENT_S) is None:
         _spawn([sys.executable, "-m", "corral", "fleet", "keep", folder.name], folder.keeper_log)
 
 
-def ensure_gateway(folder: FleetFolder, say: Callable[[str], None]) -> None:
-    """Start the fleet's own gateway in the background, unless it runs."""
+def ensure_gateway(folder: FleetFolder, say: Callable[[str], None], stands_by: bool = False) -> None:
+    """Start the fleet's own gateway in the background, unless it runs; of a keeper that stands by only one of this
+    machine that has ended."""
     _reap()
-    own = _own_gateway(folder)
-    if own is not None and not own.is_gone():
+    own = _own_gateways(folder, read_fleet(folder))
+    here = [one for one in own if one.is_here()]
+    if any(not one.is_gone() for one in here):
         return
-    with contextlib.suppress(OSError):
-        if time.time() - folder.own_gateway.stat().st_mtime < GATEWAY_PAUSE_S:
+    if not here and (stands_by or _serve_elsewhere(folder, own)):
+        return
+    if time.monotonic() - _STARTED_S.get(folder.path, float("-inf")) < GATEWAY_PAUSE_S:
+        return
+    _STARTED_S[folder.path] = time.monotonic()
+    with fleet_lock(folder):
+        fleet = read_fleet(folder)
+        own = _own_gateways(folder, fleet)
+        if fleet.closed or any(one.is_here() and not one.is_gone() for one in own):
             return
-    fleet = read_fleet(folder)
-    if fleet.closed:
-        return
-    say("starting the gateway" if own is None else f"the gateway (process {own.pid}) has ended; starting it again")
-    argv = ["gateway", "--bind", fleet.host, "--route", fleet.route]
-    if fleet.port is not None:
-        argv += ["--port", str(fleet.port)]
-    process = _spawn([sys.executable, "-m", "corral", *argv, fleet.name], folder.gateway_log)
-    write_atomic(folder.own_gateway, dump_json(identify(process.pid)))
+        ended = next((f"the gateway (process {one.pid}) has ended; starting it again" for one in here), "")
+        say(ended or "starting the gateway")
+        argv = ["gateway", "--bind", fleet.host, "--route", fleet.route, "--while-open"]
+        if fleet.port is not None:
+            argv += ["--port", str(fleet.port)]
+        process = _spawn([sys.executable, "-m", "corral", *argv, fleet.name], folder.gateway_log)
+        started = replace(identify(process.pid), namespace=process_namespace())
+        others = [one for one in own if not one.is_here()]
+        write_fleet(folder, replace(fleet, gateways=(*others, started)[-MOST_GATEWAYS:]))
+        folder.own_gateway.unlink(missing_ok=True)
 
 
-def _own_gateway(folder: FleetFolder) -> Identity | None:
-    with contextlib.suppress(OSError, CorralError):
-        return load_json(Identity, folder.own_gateway)
-    return None
+def _own_gateways(folder: FleetFolder, fleet: Fleet) -> list[Identity]:
+    """The gateways that keepers have started; one that an earlier version started is in a file of its own."""
+    with contextlib.suppress(FileNotFoundError):
+        return [*fleet.gateways, load_json(Identity, folder.own_gateway)]
+    return list(fleet.gateways)
 
 
+def _serve_elsewhere(folder: FleetFolder, own: Sequence[Identity]) -> bool:
+    """Whether a gateway of another machine has written what it has to do lately, or that cannot be known now."""
+    if not own:
+        return False
+    written: object = object()  # what cannot be read is new each time
+    with contextlib.suppress(OSError):
+        written = {path.name: path.stat().st_mtime_ns for path in folder.gateways.iterdir()}
+    return _WRITTEN.setdefault(folder.path, Stillness()).of(written) <= SILENT_S
+
+
+_STARTED_S: dict[Path, float] = {}  # when a gateway was started last, monotonic
+_WRITTEN: dict[Path, Stillness] = {}  # the files of the gateways of other machines
 _STARTED: list[subprocess.Popen[bytes]] = []  # not waited for, but reaped
 
 
@@ -83,11 +121,15 @@ def _spawn(command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
 
 
 def end_fleet(folder: FleetFolder, why: str) -> list[tuple[str, deployments.Status | CorralError]]:
-    """End a fleet with its keeper, its gateway and all members; how each member ended, or why it did not."""
+    """End a fleet with its keeper, its gateways and all members; how each member ended, or why it did not."""
     fleet = change_fleet(folder, lambda one: replace(one, closed=one.closed or why))
     append_event(folder.events, "closed", text=why)
-    _end_process(holder_of(folder.keeper))
-    _end_gateway(folder)
+    _end_process(holder_of(folder.keeper, SILENT_S))
+    for own in _own_gateways(folder, fleet):
+        _end_process(own)
+    _wait_until(lambda: not runs_elsewhere(folder), ELSEWHERE_S)
+    for id in set(_gone_gateways(folder)):
+        folder.gateway_load(id).unlink(missing_ok=True)
     names = [one.name for one in fleet.members if DeploymentFolder.of(one.name).record.is_file()]
     if not names:
         return []
@@ -95,18 +137,21 @@ def end_fleet(folder: FleetFolder, why: str) -> list[tuple[str, deployments.Stat
         return list(zip(names, pool.map(_stopped, names), strict=True))
 
 
+def runs_elsewhere(folder: FleetFolder) -> list[str]:
+    """The keeper and the gateways of a fleet on other machines: they end when they read that it has ended."""
+    keeper = holder_of(folder.keeper, SILENT_S)
+    own = {one.pid: one.host for one in read_fleet(folder).gateways}
+    gateways = [one.holder for one in held_gateways(folder).values() if one.machine and one.holder]
+    found = [("the keeper", keeper)] if keeper and keeper.host != socket.gethostname() else []
+    found += [("a gateway", one) for one in gateways if own.get(one.pid) == one.host]
+    return [f"{what} on {one.host} (process {one.pid})" for what, one in found]
+
+
 def _stopped(name: str) -> deployments.Status | CorralError:
     try:
         return deployments.stop(DeploymentFolder.of(name))
     except CorralError as error:
         return error
-
-
-def _end_gateway(folder: FleetFolder) -> None:
-    """End the gateway that the keeper started; others, which may serve more than this fleet, go on without it."""
-    _end_process(_own_gateway(folder))
-    for id in set(_gone_gateways(folder)):
-        folder.gateway_load(id).unlink(missing_ok=True)
 
 
 def _gone_gateways(folder: FleetFolder) -> list[str]:
@@ -121,7 +166,11 @@ def _end_process(process: Identity | None) -> None:
         return
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(process.pid, signal.SIGTERM)
-    until = time.monotonic() + ENDING_S
-    while time.monotonic() < until and not process.is_gone():
+    _wait_until(process.is_gone, ENDING_S)
+
+
+def _wait_until(done: Callable[[], bool], seconds: float) -> None:
+    until_s = time.monotonic() + seconds
+    while not done() and time.monotonic() < until_s:
         _reap()
         time.sleep(0.05)

@@ -6,7 +6,7 @@
       wish.json             how members are made
       events.jsonl          what was decided about it, each line with its reason
       keeper.lock           the process that keeps it; keeper.log is what that says
-      gateway.json          the gateway that this process has started; gateway.log is what that says
+      gateway.log           what the gateways say that this process has started
       gateways/ID.json      where a gateway listens; gateways/ID.load.json is what it has to do
 
 A member is an ordinary deployment called `FLEET-1`, `FLEET-2`, …; its folder is a deployment's. A fleet and a
@@ -23,6 +23,7 @@ import contextlib
 import enum
 import os
 import secrets
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -32,7 +33,7 @@ from urllib.parse import unquote
 from corral.base.errors import ConflictError, CorralError, NotFoundError
 from corral.base.files import make_private_dir, write_atomic
 from corral.base.home import fleets_dir
-from corral.base.lock import FileLock, exclusive_lock, wait_notice
+from corral.base.lock import FileLock, exclusive_lock, silence_s, wait_notice
 from corral.base.processes import Identity
 from corral.base.record import load_json, nearest, save_record
 from corral.client.http1 import http_url
@@ -41,6 +42,8 @@ from corral.plan.hardware.inventory import NodeSlice
 
 OLD_LOCK_S = 900.0  # a submission takes seconds
 FRESH_S = 5.0  # a gateway writes its load every second
+SILENT_S = 20.0  # after which a keeper or a gateway of another machine counts as gone
+LOOPBACK = ("127.", "localhost", "::1")
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,7 @@ class Fleet:
     closed: str = ""  # why it has ended; empty while it is to run
     chain: bool = False  # its members are jobs that follow each other; its keeper runs inside them
     max_jobs: int | None = None  # of a chain, in all; None: without end
+    gateways: tuple[Identity, ...] = ()  # that its keepers started, one for each machine
 
     def serving(self) -> tuple[str, ...]:
         """The members that may get new requests."""
@@ -143,10 +147,20 @@ class GatewayAddress:
     models: tuple[str, ...] = ()
 
     @property
+    def machine(self) -> str:
+        """The machine that it runs on; empty: this one."""
+        return "" if self.holder is None or self.holder.host == socket.gethostname() else self.holder.host
+
+    @property
     def url(self) -> str:
-        """Where this machine reaches it."""
-        host = "127.0.0.1" if self.host in ("0.0.0.0", "::", "") else self.host  # noqa: S104 - bound everywhere
-        return http_url(host, self.port)
+        """Where this machine reaches it, if it can."""
+        everywhere = self.host in ("0.0.0.0", "::", "")  # noqa: S104 - bound everywhere
+        return http_url((self.machine or "127.0.0.1") if everywhere else self.host, self.port)
+
+    @property
+    def is_reachable(self) -> bool:
+        """Whether it listens where this machine can connect."""
+        return not (self.machine and self.host.startswith(LOOPBACK))
 
 
 @dataclass(frozen=True)
@@ -194,7 +208,7 @@ class FleetFolder:
 
     @property
     def own_gateway(self) -> Path:
-        """The process of the gateway that the keeper has started."""
+        """The process of the gateway that the keeper of an earlier version has started."""
         return self.path / "gateway.json"
 
     @property
@@ -253,6 +267,18 @@ def refuse_fleet_name(name: str) -> None:
 
 def read_fleet(folder: FleetFolder) -> Fleet:
     return load_json(Fleet, folder.record)
+
+
+def is_over(folder: FleetFolder) -> bool:
+    """Whether a fleet is known to have ended, or its folder to be gone; what cannot be read has not."""
+    try:
+        return bool(read_fleet(folder).closed)
+    except FileNotFoundError:
+        with contextlib.suppress(OSError):
+            return folder.path.name not in os.listdir(folder.path.parent)  # noqa: PTH208 - names alone
+    except (CorralError, OSError):
+        pass
+    return False
 
 
 def write_fleet(folder: FleetFolder, fleet: Fleet) -> None:
@@ -325,25 +351,29 @@ def new_gateway_id() -> str:
 
 
 def held_gateways(folder: FleetFolder) -> dict[str, GatewayAddress]:
-    """The gateways that run, by their ids, oldest first; one of another machine while it writes its load."""
-    gateways = {}
+    """The gateways that run, by their ids: those that can be reached first, then oldest first.
+
+    One of another machine counts while it writes its load.
+    """
+    gateways: dict[str, GatewayAddress] = {}
     for path in sorted(_gateway_files(folder), key=_stamp_s):
         with contextlib.suppress(OSError, CorralError):
             id, saved = path.stem, load_json(GatewayAddress, path)
             if saved.holder is None or saved.holder.is_gone():
                 continue
-            if saved.holder.is_here() or _is_fresh(folder.gateway_load(id)):
+            load = folder.gateway_load(id)
+            if saved.holder.is_here() or _is_written(load):
                 gateways[id] = saved
-    return gateways
+    return dict(sorted(gateways.items(), key=lambda pair: (not pair[1].is_reachable, bool(pair[1].machine))))
 
 
 def read_loads(folder: FleetFolder, fresh_s: float = FRESH_S) -> dict[str, GatewayLoad]:
     """What the running gateways have to do, by their ids; one that wrote nothing for a while is left out."""
     loads = {}
-    for id in held_gateways(folder):
+    for id, gateway in held_gateways(folder).items():
         with contextlib.suppress(OSError, CorralError):
             load = load_json(GatewayLoad, folder.gateway_load(id))
-            if time.time() - load.time_s <= fresh_s:
+            if gateway.machine or time.time() - load.time_s <= fresh_s:  # clocks of machines differ
                 loads[id] = load
     return loads
 
@@ -352,11 +382,18 @@ def _gateway_files(folder: FleetFolder) -> list[Path]:
     return [path for path in folder.gateways.glob("*.json") if not path.name.endswith(".load.json")]
 
 
+def _is_written(load: Path) -> bool:
+    """Whether a gateway of another machine still writes its load, by the file system's clock; if unknown, yes."""
+    try:
+        load.stat()
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return silence_s(load) <= SILENT_S
+
+
 def _stamp_s(path: Path) -> float:
     with contextlib.suppress(OSError):
         return path.stat().st_mtime
     return 0.0
-
-
-def _is_fresh(path: Path) -> bool:
-    return time.time() - _stamp_s(path) <= FRESH_S

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from corral.base.errors import CorralError, LaunchError
-from corral.base.lock import holder_of
+from corral.base.lock import holder_of, lock_holder, silence_s
+from corral.base.wording import duration
 from corral.client.endpoint import Endpoint
 from corral.deploy.deployment.diagnosis import last_lines
 from corral.deploy.deployment.folder import DeploymentFolder
@@ -17,9 +18,11 @@ from corral.deploy.lifecycle import deployments
 from corral.deploy.lifecycle.watching import Reporter, learn_from
 from corral.serve.fleet.chain import living_chains
 from corral.serve.fleet.record import (
+    SILENT_S,
     Fleet,
     FleetFolder,
     FleetMember,
+    GatewayAddress,
     GatewayLoad,
     Judgement,
     MemberLoad,
@@ -72,18 +75,20 @@ class FleetStatus:
     created_s: float
     endpoint: Endpoint | None
     gateways: tuple[str, ...]
-    kept: bool  # whether a keeper runs
+    kept: bool | None  # whether a keeper runs; None: that cannot be read now
+    keeper: str  # which, or since when there is none
     members: tuple[MemberStatus, ...]
 
 
 def fleet_status(folder: FleetFolder) -> FleetStatus:
     """A fleet with all its members."""
     fleet, loads = read_fleet(folder), list(read_loads(folder).values())
-    addresses = [one.url for one in held_gateways(folder).values()]
+    gateways = list(held_gateways(folder).values())
     members = tuple(member_status(one, load_of(loads, one.name)) for one in fleet.members)
     ready = sum(one.state is State.READY and not one.leaving and not one.stuck for one in members)
-    state, text = _state(fleet, members, bool(addresses), ready)
-    serves = bool(addresses) and not fleet.closed
+    state, text = _state(fleet, members, gateways, ready)
+    serves = bool(gateways) and gateways[0].is_reachable and not fleet.closed
+    kept, keeper = keeper_status(folder)
     return FleetStatus(
         name=fleet.name,
         state=state,
@@ -96,10 +101,34 @@ def fleet_status(folder: FleetFolder) -> FleetStatus:
         running=sum(load.running for load in loads),
         waiting=sum(load.waiting for load in loads),
         created_s=fleet.created_s,
-        endpoint=Endpoint(f"{addresses[0]}/v1", fleet.model, str(folder.key)) if serves else None,
-        gateways=tuple(addresses),
-        kept=holder_of(folder.keeper) is not None,
+        endpoint=Endpoint(f"{gateways[0].url}/v1", fleet.model, str(folder.key)) if serves else None,
+        gateways=tuple(one.url if one.is_reachable else f"{one.url} on {one.machine}" for one in gateways),
+        kept=kept,
+        keeper=keeper,
         members=members,
+    )
+
+
+def keeper_status(folder: FleetFolder) -> tuple[bool | None, str]:
+    """Whether a fleet has a keeper, and which, or which it had; None where that cannot be read now."""
+    try:
+        last = lock_holder(folder.keeper)
+        if last is None:
+            return False, "none"
+        who = f"process {last.pid} on {last.host}"
+        if holder_of(folder.keeper, SILENT_S):
+            return True, who
+        return False, f"none; the last one, {who}, has been gone for {duration(silence_s(folder.keeper))}"
+    except OSError as error:
+        return None, f"unknown: {error}"
+
+
+def not_here(name: str, gateway: GatewayAddress) -> str:
+    """Where to go when the only gateway listens on the loopback address of another machine."""
+    return (
+        f"its gateway listens on {gateway.machine} only. Use it there, start another one here"
+        f" (`corral gateway {shlex.quote(name)}`), or open a tunnel"
+        f" (`ssh -N -L {gateway.port}:127.0.0.1:{gateway.port} {gateway.machine}`)"
     )
 
 
@@ -116,7 +145,9 @@ def member_status(member: FleetMember, load: MemberLoad | None = None) -> Member
     return MemberStatus(member.name, member.leaving, status, load, text)
 
 
-def _state(fleet: Fleet, members: tuple[MemberStatus, ...], reached: bool, ready: int) -> tuple[State, str]:
+def _state(
+    fleet: Fleet, members: tuple[MemberStatus, ...], gateways: Sequence[GatewayAddress], ready: int
+) -> tuple[State, str]:
     """One state for all of it: ready as soon as one member serves through a gateway."""
     judged = [one.load.judged.value for one in members if one.load and one.stuck and one.state is State.READY]
     count = ", ".join(
@@ -124,8 +155,8 @@ def _state(fleet: Fleet, members: tuple[MemberStatus, ...], reached: bool, ready
     )
     if fleet.closed:
         return State.STOPPED, fleet.closed
-    if ready and reached:
-        return State.READY, count
+    if ready and gateways:
+        return State.READY, count if gateways[0].is_reachable else f"{count}; {not_here(fleet.name, gateways[0])}"
     if ready:
         return State.STARTING, f"{count}; its gateway is not running yet"
     states = [one.state for one in members if one.state and one.state not in ENDED]

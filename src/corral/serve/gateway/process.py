@@ -29,6 +29,7 @@ from corral.serve.fleet.record import (
     GatewayLoad,
     MemberLoad,
     held_gateways,
+    is_over,
     new_gateway_id,
     read_fleet,
 )
@@ -56,6 +57,7 @@ class GatewayProcess:
     id: str = ""  # the name of its files in the folders of fleets
     proxy: DeploymentFolder | None = None  # it is the proxy of this deployment
     limits: GatewayLimits = LIMITS
+    while_open: bool = False  # it ends with its fleets
 
     def fleets(self) -> list[FleetFolder]:
         return [one.fleet for one in self.sources if one.fleet is not None]
@@ -76,16 +78,20 @@ class GatewayProcess:
 
 def gateway_process(sources: Sequence[Source], host: str, port: int | None, route: str) -> GatewayProcess:
     """A gateway on the given port; or where an ended gateway of these fleets was; or where the names lead."""
-    wanted = GatewayProcess(sources, host, port or 0, route)
+    wanted, before = GatewayProcess(sources, host, port or 0, route), []
     for folder in wanted.fleets():
         held = held_gateways(folder)
         for path in sorted(folder.gateways.glob("*.json")):
             if path.name.endswith(".load.json") or path.stem in held:
                 continue
             saved = _read_address(path)
-            if saved and saved.host == host and (port or saved.port) == saved.port and _is_usable(host, saved.port):
+            if saved is None or saved.host != host or (port or saved.port) != saved.port:
+                continue
+            if saved.machine:  # its files stay its own: it may come back
+                before.append(saved.port)
+            elif _is_usable(host, saved.port):
                 return replace(wanted, id=path.stem, port=saved.port)
-    own = [read_fleet(folder).port for folder in wanted.fleets()]
+    own = [*(read_fleet(folder).port for folder in wanted.fleets()), *before]
     chosen = port or next((one for one in own if one and _is_usable(host, one)), None)
     name = " ".join(one.name for one in sources)
     return replace(wanted, id=new_gateway_id(), port=chosen or free_port(host, name))
@@ -169,6 +175,8 @@ async def _serve(process: GatewayProcess, ready: Callable[[str], None], say: Cal
         watcher.start()
         tasks = [asyncio.ensure_future(HealthMonitor(gateway).run())]
         tasks.append(asyncio.ensure_future(_write_files(process, gateway)))
+        if process.while_open:
+            tasks.append(asyncio.ensure_future(_end_with_fleets(process.fleets(), ending)))
         try:
             ready(gateway.url)
             await ending.wait()
@@ -180,6 +188,13 @@ async def _serve(process: GatewayProcess, ready: Callable[[str], None], say: Cal
             await gateway.close(ENDING_S)
             await asyncio.to_thread(_release_address, process)
     return gateway.figures
+
+
+async def _end_with_fleets(folders: Sequence[FleetFolder], ending: asyncio.Event) -> None:
+    """`corral down` may have been typed on another machine, which cannot send a signal to this process."""
+    while not all([await asyncio.to_thread(is_over, folder) for folder in folders]):
+        await asyncio.sleep(LOAD_S)
+    ending.set()
 
 
 @contextlib.contextmanager
