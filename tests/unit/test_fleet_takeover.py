@@ -25,8 +25,10 @@ from corral.serve.fleet import keeper, processes, status
 from corral.serve.fleet.keeper import keep
 from corral.serve.fleet.processes import ensure_gateway, runs_elsewhere
 from corral.serve.fleet.record import (
+    SILENT_S,
     Fleet,
     FleetFolder,
+    FleetMember,
     GatewayAddress,
     GatewayLoad,
     change_fleet,
@@ -204,18 +206,18 @@ def test_a_gateway_of_another_machine_is_enough_while_it_writes(
         write_atomic(herd.gateway_load("a"), dump_json(GatewayLoad(turn)))
         os.utime(herd.gateway_load("a"), (turn, turn))
         ensure_gateway(herd, lambda _: None)
-        clock[0] += processes.SILENT_S
+        clock[0] += SILENT_S
     assert started == []
     real = Path.iterdir
     with monkeypatch.context() as patch:  # unknown is not silent
         patch.setattr(Path, "iterdir", lambda _: (_ for _ in ()).throw(OSError(5, "Input/output error")))
         for _ in range(3):
             ensure_gateway(herd, lambda _: None)
-            clock[0] += processes.SILENT_S
+            clock[0] += SILENT_S
     assert Path.iterdir is real
     assert started == []
     ensure_gateway(herd, lambda _: None)
-    clock[0] += processes.SILENT_S + 1
+    clock[0] += SILENT_S + 1
     ensure_gateway(herd, lambda _: None, stands_by=True)
     assert started == []
     ensure_gateway(herd, lambda _: None)
@@ -275,7 +277,7 @@ def test_status_says_where_to_go_from_elsewhere(herd: FleetFolder, monkeypatch: 
     monkeypatch.setattr(status, "member_status", lambda *_: None)
     one = SimpleNamespace(state=State.READY, leaving=False, stuck=False, load=None, name="herd-1")
     monkeypatch.setattr(status, "member_status", lambda *_: one)
-    change_fleet(herd, lambda fleet: replace(fleet, members=(keeper.FleetMember("herd-1"),)))
+    change_fleet(herd, lambda fleet: replace(fleet, members=(FleetMember("herd-1"),)))
     found = seen_from_here(herd, "127.0.0.1")
     assert found.endpoint is None
     assert "its gateway listens on login1 only" in found.text
