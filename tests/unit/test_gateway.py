@@ -140,7 +140,7 @@ async def test_models_are_told_apart_and_refusals_have_openais_form(tmp_path: Pa
             listed = json.loads((await exchange(gateway.url, get("/v1/models"))).partition(b"\r\n\r\n")[2])
             assert [one["id"] for one in listed["data"]] == ["fake"]  # what this key is good for
             for body, status, words in (
-                ({"model": "second", "prompt": "x"}, 403, "may not use the model 'second'"),
+                ({"model": "second", "prompt": "x"}, 404, "'second' is not served here for this key. Known: fake."),
                 ({"model": "fakee", "prompt": "x"}, 404, "Did you mean 'fake'?"),
                 ({"prompt": "x"}, 200, ""),  # the only one that the key is for
             ):

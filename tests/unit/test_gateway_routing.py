@@ -88,7 +88,7 @@ def test_chats_texts_and_lists_of_texts_are_understood() -> None:
     assert ask(input="to embed").tokens > 0
     assert ask(max_tokens=7).output_tokens == 7
     assert ask(max_tokens="many").output_tokens == TokenScale().output_tokens
-    assert read_prompt(b'{"model": 5}', scaled).model is None
+    assert read_prompt(b'{"model": null}', scaled).model is None
     for bad in (b"", b"[1]", b'{"model"', b'"text"', b"\xff\xfe"):
         with pytest.raises(BadBodyError):
             read_prompt(bad, scaled)

@@ -24,10 +24,11 @@ from corral.deploy.deployment.state import ENDED, State
 from corral.serve.connections import SWEEP_S, ConnectionTable, HeldBytes, TimeAway
 from corral.serve.gateway import pages
 from corral.serve.gateway.client_connection import ClientConnection
+from corral.serve.gateway.form import BadFormError, form_model, is_form
 from corral.serve.gateway.member import Member, MemberReading
 from corral.serve.gateway.policies import NEWEST, make_policy
 from corral.serve.gateway.pool import ModelPool
-from corral.serve.gateway.prompt import BadBodyError, RoutedPrompt, TokenScale, read_prompt
+from corral.serve.gateway.prompt import BadBodyError, RoutedPrompt, TokenScale, checked_model, read_prompt
 from corral.serve.gateway.relay import GatewayLimits
 from corral.serve.gateway.request import ForwardedRequest, Request
 from corral.serve.gateway.usage import KeyGrant, KeyTable, KeyUser
@@ -188,16 +189,16 @@ class Gateway:
             prompt = self._prompt(request)
         except BadBodyError as error:
             return self.refusal(400, f"the request body is not valid JSON: {error}")
+        except BadFormError as error:
+            return self.refusal(400, f"the form cannot be read: {error}", param="model")
         model = prompt.model or self._default_model(user)
         if model is None:
             return self.refusal(400, f"the request names no model. Known: {self._known(user)}.", param="model")
         pool = self.pools.get(model)
-        if pool is None:
+        if pool is None or not self.allowed(user, model):  # alike: a key tells nobody what else is served
             guess = nearest(model, [one for one in self.pools if self.allowed(user, one)], 1)
             hint = f"Did you mean {guess[0]!r}?" if guess else f"Known: {self._known(user)}."
-            return self.refusal(404, f"the model {model!r} is not served here. {hint}", param="model")
-        if not self.allowed(user, model):
-            return self.refusal(403, f"this key may not use the model {model!r}. It may use: {self._known(user)}.")
+            return self.refusal(404, f"the model {model!r} is not served here for this key. {hint}", param="model")
         return self._admit(pool, user, prompt)
 
     def _admit(self, pool: ModelPool, user: KeyUser, prompt: RoutedPrompt) -> ForwardedRequest | bytes:
@@ -215,28 +216,27 @@ class Gateway:
         return ForwardedRequest(pool, user, prompt)
 
     def _prompt(self, request: Request) -> RoutedPrompt:
-        if request.body:
-            try:
-                return read_prompt(request.body, self._scale_of)
-            except BadBodyError:
-                kind = dict(request.headers).get(b"content-type", b"application/json")
-                if kind.startswith(b"application/json"):
-                    raise
-        return RoutedPrompt(None, [], 1.0, 0.0, 0, 1.0, 1, stream=False)
+        """What routing needs of a body; one that cannot be read is refused: the server might find a model in it."""
+        kind = next((value for name, value in request.headers if name == b"content-type"), b"")
+        if request.body and not is_form(kind):
+            return read_prompt(request.body, self._scale_of)
+        model = checked_model(form_model(kind, request.body)) if request.body else None
+        return RoutedPrompt(model, [], 1.0, 0.0, 0, 1.0, 1, stream=False)
 
     def _scale_of(self, model: str | None) -> TokenScale:
         pool = self.pools.get(model) if model is not None else None
         return pool.scale if pool else _NO_SCALE
 
     def allowed(self, user: KeyUser, model: str) -> bool:
-        """Whether a key is good for a model: by the served name, or by the fleet or deployment that serves it."""
-        return user.may_use(model) or any(user.may_use(one.source) for one in self.pools[model].members)
+        """Whether a key is good for a model: for one of its servers, or for the name while it has none."""
+        members = self.pools[model].members
+        return any(one.is_open_to(user, model) for one in members) if members else user.may_use_name(model)
 
     def _default_model(self, user: KeyUser) -> str | None:
-        """The model of a request that names none: the only one, or the base model if the others are its adapters."""
-        allowed = [model for model, pool in self.pools.items() if pool.members and self.allowed(user, model)]
-        bases = {one.model for model in allowed for one in self.pools[model].members} & set(allowed)
-        return allowed[0] if len(allowed) == 1 else bases.pop() if len(bases) == 1 else None
+        """The model of a request that names none: what its server takes then, which is never an adapter."""
+        allowed = {model for model, pool in self.pools.items() if pool.members and self.allowed(user, model)}
+        bases = {one.model for model in allowed for one in self.pools[model].members} & allowed
+        return bases.pop() if len(bases) == 1 else None
 
     def _known(self, user: KeyUser) -> str:
         return ", ".join(sorted(model for model in self.pools if self.allowed(user, model))) or "none yet"
@@ -263,15 +263,22 @@ class Gateway:
         if path == b"/v1/models":
             return response(200, json.dumps(pages.models(self.pools, partial(self.allowed, user))).encode())
         if path == b"/metrics":
-            text = pages.metrics(self.pools, self.members, self.keys.all()).encode()
+            text = pages.metrics(*self._shown(user)).encode()
             return response(200, text, b"text/plain; version=0.0.4; charset=utf-8")
         if path == b"/gateway/status":
-            return response(200, json.dumps(self.status()).encode())
+            return response(200, json.dumps(self.status(user)).encode())
         return None
 
-    def status(self) -> dict[str, Any]:
-        """What `/gateway/status` shows."""
-        status = pages.status(self.pools, self.members, self.keys.all())
+    def _shown(self, user: KeyUser | None) -> tuple[dict[str, ModelPool], list[Member], list[KeyUser]]:
+        """What a key is shown: a fleet's or deployment's everything, a client's what it may use and itself."""
+        if user is None or user.grant.source:
+            return self.pools, self.members, self.keys.all()
+        pools = {model: pool for model, pool in self.pools.items() if self.allowed(user, model)}
+        return pools, [one for one in self.members if any(one.is_open_to(user, name) for name in one.models)], [user]
+
+    def status(self, user: KeyUser | None = None) -> dict[str, Any]:
+        """What `/gateway/status` shows to a key; None: all."""
+        status = pages.status(*self._shown(user))
         return {"route": self.route_name, **status, "figures": self.figures.to_json()}
 
     def _proxy_status(self, is_local: bool) -> bytes:

@@ -24,6 +24,7 @@ CHECK_S = 1.0
 PAGE_S = 5.0  # for a page of metrics
 PROBE_S = 20.0  # for one token
 MODELS_S = 60.0
+LARGEST_LIST_BYTES = 1 << 20  # of models
 FEWEST_GAPS, PACE_S = 256, 10.0  # between tokens, and seconds, over which a member's pace is measured
 PROBES: tuple[tuple[str, dict[str, object]], ...] = (
     ("/v1/completions", {"prompt": "1", "max_tokens": 1, "temperature": 0}),
@@ -128,8 +129,9 @@ class HealthMonitor:
     async def _read_models(self, member: Member, client: Client) -> None:
         with contextlib.suppress(RequestError, CorralError, OSError, TimeoutError, ValueError, TypeError, KeyError):
             page = await client.page("/v1/models", timeout_s=PAGE_S)
-            if page.status == 200:
-                cards = [card for card in page.json()["data"] if isinstance(card.get("id"), str)]
+            if page.status == 200 and len(page.body) <= LARGEST_LIST_BYTES:
+                own = (member.model, *member.adapters)
+                cards = [card for card in page.json()["data"] if card.get("id") in own]
                 self._models_at_s[member] = time.monotonic()
                 models = tuple(dict.fromkeys((member.model, *(card["id"] for card in cards))))
                 member.cards, changed, member.models = tuple(cards), models != member.models, models

@@ -23,6 +23,7 @@ from corral.client.wire import HttpConnection
 from corral.deploy.deployment.state import State
 from corral.serve.fleet.record import Judgement
 from corral.serve.gateway.prompt import Holdings
+from corral.serve.gateway.usage import KeyUser
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
 LEAST_STALL_S, MOST_STALL_S, FIRST_STALL_S = 8.0, 180.0, 60.0
@@ -51,6 +52,7 @@ class MemberReading:
     seats: int | None = None
     source: str = ""  # the fleet or deployment that it belongs to
     leaving: bool = False
+    adapters: tuple[str, ...] = ()  # that its owner gave it at its start
 
 
 @dataclass(slots=True)
@@ -213,7 +215,8 @@ class Member:
     progress: MemberProgress = field(default_factory=MemberProgress)
     judged: Judgement = Judgement.OK
     reading: Reading | None = None  # of its metrics
-    models: tuple[str, ...] = ()  # what it serves: its model, adapters
+    adapters: tuple[str, ...] = ()  # that it may serve: what a server says of itself gives it no other's requests
+    models: tuple[str, ...] = ()  # what it serves: its model, and those of its adapters that it lists
     cards: tuple[dict[str, object], ...] = ()  # the same, as its /v1/models lists them
     unreachable: int = 0  # reads of its metrics in a row that failed
 
@@ -240,13 +243,17 @@ class Member:
             self.declined = self.was_ready = False
             self.holdings.forget()
         self.state, self.text, self.leaving, self.seats = reading.state, reading.text, reading.leaving, reading.seats
-        self.model, self.source = reading.model, reading.source
+        self.model, self.source, self.adapters = reading.model, reading.source, reading.adapters
         self.was_ready = self.was_ready or reading.state is State.READY
         self.authorization = b"authorization: Bearer %b\r\n" % reading.key.encode() if reading.key else b""
-        if not self.models:
-            self.models = (reading.model,)
+        if not self.models or self.models[0] != reading.model:
+            self.models, self.cards = (reading.model,), ()
 
     # new requests
+
+    def is_open_to(self, user: KeyUser, model: str) -> bool:
+        """Whether a key is good for a model on this server."""
+        return user.may_use(model, self.source, self.model)
 
     def readiness(self) -> int:
         """Whether it may have new requests: 2 yes, 1 if no other can (its state is unknown), 0 no."""

@@ -89,12 +89,22 @@ def status(pools: Mapping[str, ModelPool], members: Sequence[Member], users: Seq
     """Members and keys, for people and programs."""
     return {
         "models": {
-            name: {"waiting": len(pool.queue), "waiting_by_key": pool.queue.waiting(), "ready": len(pool.ready)}
+            name: {"waiting": len(pool.queue), "waiting_by_key": _waiting(pool, users), "ready": len(pool.ready)}
             for name, pool in pools.items()
         },
         "members": [member_status(one) for one in members],
         "keys": [_key(one) for one in users],
     }
+
+
+def _waiting(pool: ModelPool, users: Sequence[KeyUser]) -> dict[str, int]:
+    """How many requests of these keys wait; those of the others together, without a name."""
+    shown = {one.name for one in users}
+    found: dict[str, int] = {}
+    for key, count in pool.queue.waiting().items():
+        name = key if key in shown else ""
+        found[name] = found.get(name, 0) + count
+    return found
 
 
 def member_status(one: Member) -> dict[str, Any]:
@@ -132,7 +142,7 @@ def _key(user: KeyUser) -> dict[str, Any]:
 def metrics(pools: Mapping[str, ModelPool], members: Sequence[Member], users: Sequence[KeyUser]) -> str:
     """The page that Prometheus reads."""
     lines: list[str] = []
-    for name, kind, text, series in (*_of_requests(pools, members), *_of_keys(users), *_of_members(members)):
+    for name, kind, text, series in (*_of_requests(pools, members, users), *_of_keys(users), *_of_members(members)):
         lines += metric_lines(name, kind, text, series)
     for attribute, name in (
         ("ttft", "vllm:time_to_first_token_seconds"),
@@ -147,7 +157,9 @@ def metrics(pools: Mapping[str, ModelPool], members: Sequence[Member], users: Se
 Metric = tuple[str, str, str, list[Series]]
 
 
-def _of_requests(pools: Mapping[str, ModelPool], members: Sequence[Member]) -> Iterator[Metric]:
+def _of_requests(
+    pools: Mapping[str, ModelPool], members: Sequence[Member], users: Sequence[KeyUser]
+) -> Iterator[Metric]:
     running = [({"model_name": one.model, "member": one.name}, len(one.active)) for one in members]
     yield (
         "vllm:num_requests_running",
@@ -157,7 +169,7 @@ def _of_requests(pools: Mapping[str, ModelPool], members: Sequence[Member]) -> I
     )
     waiting: list[Series] = []
     for pool in pools.values():
-        by_key = pool.queue.waiting() or {"": 0}
+        by_key = _waiting(pool, users) or {"": 0}
         waiting += [({"model_name": pool.model, "key": key}, float(count)) for key, count in by_key.items()]
     yield "vllm:num_requests_waiting", "gauge", "Requests waiting in the gateway.", waiting
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from corral.node.exposition import LATENCY_BOUNDS, TTFT_BOUNDS, Histogram
@@ -13,6 +13,7 @@ from corral.serve.gateway.member import Member, failure_summary
 from corral.serve.gateway.policies import Policy
 from corral.serve.gateway.prompt import RoutedPrompt, TokenScale
 from corral.serve.gateway.queue import FairQueue
+from corral.serve.gateway.usage import KeyUser
 
 RETRY_S = 0.1
 BIN_S, BINS = 5.0, 12
@@ -22,6 +23,7 @@ class QueuedRequest(Protocol):
     """A request that waits."""
 
     arrived_s: float
+    user: KeyUser
 
     def try_now(self) -> bool:
         """Its turn has come; whether a member got it."""
@@ -107,10 +109,15 @@ class ModelPool:
     def _start_waiting(self) -> None:
         self._scheduled = False
         now = self._loop.time()
+        passed_over: set[str] = set()  # keys that are not good for the servers that have room
         while self.queue and self.free(now, 1):
-            request = self.queue.pop()
-            if request is None or not request.try_now():
+            request = self.queue.pop(passed_over)
+            if request is None:
                 break
+            if not request.try_now():
+                if not request.user.is_limited:
+                    break
+                passed_over.add(request.user.name)
         self.retry_later()
 
     def retry_later(self) -> None:
@@ -133,9 +140,10 @@ class ModelPool:
 
     # for people
 
-    def status_text(self) -> str:
-        """The states of all members."""
-        return ", ".join(one.status_text() for one in self.members) or f"no server of {self.model} is running"
+    def status_text(self, members: Sequence[Member] | None = None) -> str:
+        """The states of all members, or of these."""
+        shown = self.members if members is None else members
+        return ", ".join(one.status_text() for one in shown) or f"no server of {self.model} is running"
 
     def failure_summary(self) -> str:
         return failure_summary(self.members)

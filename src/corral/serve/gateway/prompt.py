@@ -144,11 +144,13 @@ class SharedBeginnings:
 
 ID_BYTES = 4
 LARGEST_COUNT = 1 << 31
+LARGEST_LIST_BYTES = 1 << 20  # of prompts as a list: a longer one is compared as text, and its tokens are estimated
+LONGEST_MODEL = 1024  # characters; a name may be a path
 EMPTY = msgspec.Raw(b"")
 
 
 class BadBodyError(ValueError):
-    """A body that is not a JSON object."""
+    """A body that is not a JSON object, or too deep, or with numbers and texts that JSON does not have."""
 
 
 class _Fields(msgspec.Struct):
@@ -208,11 +210,13 @@ def read_prompt(body: bytes | bytearray, scale_of: Callable[[str | None], TokenS
     """Read a request's body; counts that are not numbers are ignored, the server will refuse them."""
     try:
         fields = _decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise BadBodyError(str(error)) from None
-    model = fields.model if isinstance(fields.model, str) else None
-    scale = scale_of(model)
-    data, tokens, many, ids = _content(fields, scale)
+        model = checked_model(fields.model)
+        scale = scale_of(model)
+        data, tokens, many, ids = _content(fields, scale)
+    except RecursionError:
+        raise BadBodyError("it is nested too deep") from None
+    except (msgspec.MsgspecError, UnicodeError) as error:
+        raise BadBodyError(str(error)[:200]) from None
     width = many * (_count(fields.n) or 1)
     limit = _count(fields.max_completion_tokens) or _count(fields.max_tokens)
     output = min(limit, scale.output_tokens) if limit else scale.output_tokens
@@ -223,10 +227,17 @@ def read_prompt(body: bytes | bytearray, scale_of: Callable[[str | None], TokenS
     return RoutedPrompt(model, blocks, tokens, per_byte, size, output * width, width, bool(fields.stream))
 
 
+def checked_model(model: object) -> str | None:
+    """The name of a model, which is used to look it up, in errors and in lists of similar names."""
+    if model is not None and (not isinstance(model, str) or len(model) > LONGEST_MODEL):
+        raise BadBodyError(f"the model is not a text of at most {LONGEST_MODEL:,} characters")
+    return model
+
+
 def _content(fields: _Fields, scale: TokenScale) -> tuple[bytes, float, int, bool]:
     """The first prompt as bytes, the tokens of all, how many there are, and whether they are token ids."""
     raw = bytes(fields.messages or fields.prompt or fields.input)
-    if not raw.startswith(b"[") or fields.messages:
+    if not raw.startswith(b"[") or fields.messages or len(raw) > LARGEST_LIST_BYTES:
         return raw, len(raw) * scale.per_byte, 1, False
     parts = _decode_list(raw)
     if all(type(one) is int for one in parts):

@@ -8,6 +8,7 @@ first by one of its own, and a key that was away has no claim on the time before
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Collection
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -62,11 +63,12 @@ class FairQueue(Generic[T]):
             del items[item]
             self._removed(key, items)
 
-    def pop(self) -> T | None:
-        """The next request; `served` is to be called when it begins."""
-        if not self.count:
+    def pop(self, but: Collection[str] = ()) -> T | None:
+        """The next request, of none of these keys; `served` is to be called when it begins."""
+        keys = [key for key in self._waiting if key not in but] if but else self._waiting
+        if not keys:
             return None
-        key = min(self._waiting, key=self._start)
+        key = min(keys, key=self._start)
         items = self._waiting[key]
         item, _ = items.popitem(last=False)
         self._removed(key, items)

@@ -201,9 +201,7 @@ class Relay:
 
     def _hold(self) -> None:
         gateway = self._gateway
-        if (
-            diagnosis := self._forwarded.pool.failure_summary()
-        ):  # none comes back by itself: waiting would only hide why
+        if diagnosis := self._forwarded.failure_summary():  # none comes back by itself: waiting would only hide why
             self._end_hold()
             self._fail(503, diagnosis)
             return
@@ -232,7 +230,7 @@ class Relay:
         if self._member is not None:
             self._leave(self._member)
         held = f"no server was ready within {self._gateway.limits.hold_s:g} s"
-        self._fail(503, f"{held}: {self._forwarded.pool.status_text()}. Try again later.")
+        self._fail(503, f"{held}: {self._forwarded.status_text()}. Try again later.")
 
     # from the member
 

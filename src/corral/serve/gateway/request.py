@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 from corral.client.errors import error_body
 from corral.client.http1 import Headers
-from corral.serve.gateway.member import Member
+from corral.serve.gateway.member import Member, failure_summary
 from corral.serve.gateway.policies import OUTPUT_WEIGHT
 from corral.serve.gateway.pool import ModelPool
 from corral.serve.gateway.prompt import TAIL_BYTES, RoutedPrompt, find_usage
@@ -104,7 +104,7 @@ class ForwardedRequest:
         pool = self.pool
         if pool.queue.count and not (self._its_turn or self.started):
             return None
-        free = pool.free(now_s, self.prompt.width)
+        free = self._open(pool.free(now_s, self.prompt.width))
         if not free:
             return None
         if self._tried:
@@ -133,7 +133,20 @@ class ForwardedRequest:
             self.pool.queue.served(self.user.name, prompt.tokens + prompt.output_tokens)
 
     def another_ready(self, member: Member, now_s: float) -> bool:
-        return any(one is not member and one.down_until_s <= now_s for one in self.pool.ready)
+        return any(one is not member and one.down_until_s <= now_s for one in self._open(self.pool.ready))
+
+    def _open(self, members: list[Member]) -> list[Member]:
+        """Those that its key is good for: servers of one name may belong to several deployments."""
+        if not self.user.is_limited:
+            return members
+        return [one for one in members if one.is_open_to(self.user, self.pool.model)]
+
+    def failure_summary(self) -> str:
+        """Why all servers that it could go to have failed, when they have."""
+        return failure_summary(self._open(self.pool.members))
+
+    def status_text(self) -> str:
+        return self.pool.status_text(self._open(self.pool.members))
 
     # waiting
 

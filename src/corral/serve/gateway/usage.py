@@ -47,9 +47,10 @@ class KeyGrant:
 
     name: str
     digest: bytes
-    models: frozenset[str] | None = None  # None: all
+    models: frozenset[str] | None = None  # served names, and for their own models fleets and deployments; None: all
     rpm: int | None = None
     tpm: int | None = None
+    source: str = ""  # the fleet or deployment whose own key it is: good for all that it serves, and for nothing else
 
 
 @dataclass(eq=False)
@@ -66,7 +67,20 @@ class KeyUser:
     def name(self) -> str:
         return self.grant.name
 
-    def may_use(self, model: str) -> bool:
+    @property
+    def is_limited(self) -> bool:
+        """Whether it is not good for every server."""
+        return self.grant.models is not None
+
+    def may_use(self, model: str, source: str, own_model: str) -> bool:
+        """Whether it is good for a model that a fleet or deployment serves beside, or as, its own."""
+        models = self.grant.models
+        if self.grant.source:
+            return source == self.grant.source
+        return models is None or model in models or (model == own_model and source in models)
+
+    def may_use_name(self, model: str) -> bool:
+        """Whether it is good for a model that no server has at this moment."""
         return self.grant.models is None or model in self.grant.models
 
     def wait_s(self, tokens: float, now_s: float) -> tuple[float, str]:

@@ -17,6 +17,8 @@ from corral.base.record import load_json
 from corral.client.endpoint import Endpoint
 from corral.deploy.deployment.folder import DeploymentFolder, open_folder
 from corral.deploy.deployment.state import State
+from corral.deploy.launch.adapters import adapters
+from corral.deploy.launch.render import LaunchSpec
 from corral.deploy.lifecycle import deployments
 from corral.deploy.lifecycle.tunnel import ensure_tunnel, needs_tunnel, tunnel_holder
 from corral.serve.fleet.chain import DeploymentReading, read_chain, read_deployment
@@ -92,6 +94,7 @@ class Watcher(threading.Thread):
         self._known: dict[str, DeploymentReading] = {}
         self._addresses: dict[str, tuple[str, str]] = {}  # URL and key, when the deployment could last be asked
         self._seats: dict[tuple[str, Stamp], int | None] = {}
+        self._adapters: dict[tuple[str, Stamp], tuple[str, ...]] = {}
         self._tunnelled: dict[tuple[str, Stamp], bool] = {}  # whether a deployment is reached through a tunnel
 
     def run(self) -> None:
@@ -136,7 +139,8 @@ class Watcher(threading.Thread):
                 self._open_tunnel(one.folder, one.stamp)
         url, key = self._addresses.get(name, ("", ""))
         text = status.text if status else one.text
-        return MemberReading(name, one.state, url, text, model, key, self._seats_of(one), source, leaving)
+        seats, given = self._seats_of(one), self._adapters_of(one)
+        return MemberReading(name, one.state, url, text, model, key, seats, source, leaving, given)
 
     def _open_tunnel(self, folder: DeploymentFolder, stamp: Stamp) -> None:
         """Open a tunnel where one is needed and none is held: it may never have been opened, or its holder died."""
@@ -155,6 +159,13 @@ class Watcher(threading.Thread):
             self._seats[key] = plan.seats
         return self._seats[key]
 
+    def _adapters_of(self, one: DeploymentReading) -> tuple[str, ...]:
+        key = (one.folder.name, one.stamp)
+        if key not in self._adapters:
+            with contextlib.suppress(CorralError, OSError):  # it may still come
+                self._adapters[key] = adapters(load_json(LaunchSpec, one.folder.launch))
+        return self._adapters.get(key, ())
+
 
 def _key(endpoint: Endpoint) -> str:
     with contextlib.suppress(CorralError):
@@ -163,9 +174,9 @@ def _key(endpoint: Endpoint) -> str:
 
 
 def _own_grant(source: Source, model: str) -> KeyGrant:
-    """The key of a fleet or deployment is good for its model."""
+    """The key of a fleet or deployment is good for what that one serves."""
     key = Endpoint("http://localhost", "", source.key_file()).key() or ""
-    return KeyGrant(source.name, digest_of(key.encode()), frozenset((model, source.name)))
+    return KeyGrant(source.name, digest_of(key.encode()), frozenset((model, source.name)), source=source.name)
 
 
 def _client_grants() -> list[KeyGrant]:
