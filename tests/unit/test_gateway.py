@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -606,7 +607,7 @@ async def test_a_member_is_slow_by_many_times_between_tokens_and_not_by_one_seco
                 own = each_s if member is slow else 0.05
                 update_from_metrics(member, parse(paced(at_s, gaps, own) + rest, at_s))
             for member in gateway.members:
-                monitor._judge(member)
+                monitor._judge(member, time.monotonic())
 
         for second in range(5):  # one token a second, each after somebody else's prefill
             rest = b"vllm:num_requests_running 1\nvllm:generation_tokens_total %d\n" % second

@@ -1,9 +1,13 @@
-"""What a key and a server may do at the gateway: what the records say, whatever a request or a server claims."""
+"""What a key and a server may do at the gateway: what the records say, whatever a request or a server claims.
+
+And what time may do to them.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +15,7 @@ import pytest
 
 from corral.client.client import run
 from corral.deploy.launch.adapters import adapters
+from corral.serve.fleet.record import Judgement
 from corral.serve.gateway.form import BadFormError, form_model
 from corral.serve.gateway.gateway import Gateway
 from corral.serve.gateway.health import HealthMonitor
@@ -223,3 +228,59 @@ def test_what_is_read_of_a_prompt_is_bounded() -> None:
     assert prompt.tokens > 100_000
     with pytest.raises(BadBodyError, match="nested too deep"):
         read_prompt(b'{"prompt": ' + b"[" * 100_000, lambda _: scale)
+
+
+# Time
+
+
+class Given:
+    """A request that a member has, as its judge sees it."""
+
+    def __init__(self) -> None:
+        self.given_up = 0
+
+    def give_up(self, silent_since_s: float, reason: str = "") -> None:
+        self.given_up += 1
+
+
+@in_loop
+async def test_time_in_which_the_judge_was_away_does_not_count(tmp_path: Path) -> None:
+    """SIGSTOP, or a loop that was held: what arrived meanwhile could not be seen."""
+    now = 1000.0
+    async with gateway_to("http://127.0.0.1:1") as gateway:
+        member, stream = gateway.members[0], Given()
+        monitor = HealthMonitor(gateway, clock=lambda: now)
+        member.active.add(stream)
+        member.progress.busy(now)
+        for _ in range(5):
+            now += 1.0
+            member.progress.moved(now)
+            monitor.check()
+        for away_s in (12.0, 3600.0):
+            now += away_s
+            monitor.check()
+            assert (member.judged, stream.given_up) == (Judgement.OK, 0)
+            now += 1.0
+            member.progress.moved(now)
+            monitor.check()
+        while member.judged is Judgement.OK:  # time in which it does look counts as before
+            now += 1.0
+            monitor.check()
+        assert member.judged is Judgement.HUNG
+        assert stream.given_up == 1
+
+
+@in_loop
+async def test_no_step_of_the_wall_clock_changes_what_a_client_gets(tmp_path: Path) -> None:
+    real, step = time.time, [0.0]
+    with servers(tmp_path, 1) as (a,), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "time", lambda: real() + step[0])
+        async with gateway_to(a.url, grants=[KeyGrant("k", digest_of(ALL.encode()), rpm=60)]) as gateway:
+            monitor = HealthMonitor(gateway)
+            for step[0] in (0.0, 86_400.0, -86_400.0, 3600.0, 0.0):
+                monitor.check()
+                gateway._sweep()
+                assert status(await ask(gateway, "fake", ALL)) == 200
+            bucket = gateway.keys.all()[0].requests_bucket
+            assert bucket is not None
+            assert bucket._level < 60  # no minute has passed

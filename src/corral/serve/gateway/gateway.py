@@ -87,7 +87,7 @@ class Gateway:
         for member in self.members:
             if member.state in ENDED:
                 for request in list(member.active):
-                    request.give_up(now - ENDED_SILENCE_S)
+                    request.give_up(now - ENDED_SILENCE_S - away_s)
         self._sweeper = self.loop.call_later(SWEEP_S, self._sweep)
 
     async def close(self, patience_s: float = 0.0) -> None:

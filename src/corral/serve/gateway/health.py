@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Callable
 
 from corral.base.errors import CorralError
 from corral.client.client import Client
@@ -16,6 +17,7 @@ from corral.client.endpoint import HeldKeyEndpoint
 from corral.client.errors import RequestError
 from corral.client.metrics import Reading, parse
 from corral.deploy.deployment.state import State
+from corral.serve.connections import TimeAway
 from corral.serve.fleet.record import Judgement
 from corral.serve.gateway.gateway import Gateway
 from corral.serve.gateway.member import Member, judge, relative_speed
@@ -38,8 +40,11 @@ _JUDGED = {Judgement.OK: "well", Judgement.SLOW: "slow", Judgement.HUNG: "hung",
 class HealthMonitor:
     """Runs beside a gateway until it is cancelled."""
 
-    def __init__(self, gateway: Gateway, interval_s: float = CHECK_S) -> None:
-        self._gateway, self._interval_s = gateway, interval_s
+    def __init__(
+        self, gateway: Gateway, interval_s: float = CHECK_S, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._gateway, self._interval_s, self._clock = gateway, interval_s, clock
+        self._away = TimeAway(max(interval_s, CHECK_S))
         self._clients: dict[tuple[str, str, bytes], Client] = {}
         self._tasks: dict[Member, asyncio.Task[None]] = {}
         self._closing: set[asyncio.Future[None]] = set()
@@ -59,12 +64,14 @@ class HealthMonitor:
 
     def check(self) -> None:
         """Judge every member by what is known, and ask those that can answer for more."""
-        members = self._gateway.members
+        members, now = self._gateway.members, self._clock()
+        away_s = self._away.since_last(now)
         self._forget(members)
         for member in members:
+            member.progress.excuse(away_s, now)
             if member.state not in ANSWERING:  # it cannot answer yet, or any more
                 member.unreachable = 0
-            self._judge(member)
+            self._judge(member, now)
             if member.url and member.state in ANSWERING and member not in self._tasks:
                 self._tasks[member] = asyncio.ensure_future(self._read_metrics(member))
 
@@ -90,8 +97,7 @@ class HealthMonitor:
 
     # judging
 
-    def _judge(self, member: Member) -> None:
-        now = time.monotonic()
+    def _judge(self, member: Member, now: float) -> None:
         others = [
             one.tokens_per_s for one in self._gateway.members if one is not member and one.model == member.model
         ]

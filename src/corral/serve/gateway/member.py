@@ -82,6 +82,11 @@ class MemberProgress:
             self.moves += 1
         self.moved_s = now_s
 
+    def excuse(self, away_s: float, now_s: float) -> None:
+        """This gateway itself did not run for so long: what it did not see then is not held against the member."""
+        self.moved_s = min(now_s, self.moved_s + away_s) if self.moved_s else 0.0
+        self.busy_since_s = min(now_s, self.busy_since_s + away_s) if self.busy_since_s else 0.0
+
     def stall_s(self) -> float:
         """How long it may make no progress with work before it counts as hung."""
         if self.moves < 3:
