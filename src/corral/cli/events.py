@@ -8,7 +8,7 @@ import click
 
 from corral.cli.options import deployment_argument, json_option
 from corral.deploy.deployment.events import read_events
-from corral.deploy.lifecycle.deployments import status
+from corral.deploy.lifecycle.deployments import adoptions, status
 from corral.lab.report.status import event_text
 from corral.serve.fleet.chain import choose_folder
 from corral.serve.fleet.status import chosen_fleet
@@ -24,7 +24,7 @@ def command(name: str | None, as_json: bool) -> None:
     else:
         folder = choose_folder(name)
         status(folder)  # copies what was written on other nodes
-        events = [event for rank in folder.ranks() for event in read_events(rank.events)]
+        events = [event for rank in folder.ranks() for event in read_events(rank.events)] + adoptions(folder)
     for event in sorted(events, key=lambda event: event.time_s):
         if as_json:
             head = {"t": event.time_s, "kind": event.kind, "rank": event.rank, "elapsed_s": event.elapsed_s}

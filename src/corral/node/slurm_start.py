@@ -115,6 +115,15 @@ def set_aside(rank_folder: str, attempt: str) -> None:
             os.replace(path, os.path.join(aside, name))
 
 
+def refuse_other_launch(template: Json, folder: str) -> None:
+    """End a job that was submitted for an earlier launch, whose folder another one has taken since."""
+    job_name = os.environ.get("SLURM_JOB_NAME", "")
+    carried = re.search(r"\.([0-9a-f]{16})$", job_name)
+    launch_id = template.get("launch_id")
+    if carried and carried[1] != launch_id:
+        raise SystemExit("corral: %s is now of launch %s, not of job %s" % (folder, launch_id, job_name))
+
+
 def wait_for_all(folder: str, count: int, attempt: str) -> List[Json]:
     """The addresses of every rank, once all have written theirs."""
     until = time.monotonic() + WAIT_S
@@ -215,6 +224,7 @@ def main(folder: str) -> int:
     template = read_json(os.path.join(rank_folder, "template.json"))
     if not template:
         raise SystemExit("corral: %s/template.json is missing: is this folder on a shared file system?" % rank_folder)
+    refuse_other_launch(template, folder)
     set_aside(rank_folder, attempt)
     name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     own = {"attempt": attempt, "name": name, "named": named_address(), "candidates": interfaces()}

@@ -348,6 +348,8 @@ def _stop_staging(folder: DeploymentFolder, record: Record) -> Status:
         if folder.rank(0).agent.exists() or folder.job.exists():  # it has started meanwhile: an ordinary stop
             return stop(folder)
         if not folder.record.is_file() or record.created_by.is_gone():
+            if folder.started.exists():  # something of it may run
+                return stop(folder)
             return replace(before, state=State.STOPPED, reason=Reason.REQUESTED)
         time.sleep(0.1)
     raise LaunchError(
@@ -368,10 +370,23 @@ def members(folder: DeploymentFolder) -> tuple[RankMember, ...]:
     return tuple(RankMember(rank, name, each, folder.rank(rank).agent.exists()) for rank, name in enumerate(names))
 
 
+def job_of(folder: DeploymentFolder) -> str:
+    """The id of its job; empty without one. Raises while a scheduler cannot be asked for one that may be there."""
+    target = target_of(load_json(Record, folder.record))
+    return target.job_of(folder) if isinstance(target, Queue) else ""
+
+
+def adoptions(folder: DeploymentFolder) -> list[Event]:
+    """What was found running of it without a record."""
+    return [event for event in read_events(folder.staging) if event.kind == "adopted"]
+
+
 def held_job(folder: DeploymentFolder) -> HeldJob | None:
     """The job in the queue; None for a target without one. A scheduler that does not answer leaves its end open."""
-    target = target_of(load_json(Record, folder.record))
-    if not isinstance(target, Queue) or not (id := target.job_of(folder)):
+    target, id = target_of(load_json(Record, folder.record)), ""
+    with contextlib.suppress(UnreachableError):
+        id = job_of(folder)
+    if not id or not isinstance(target, Queue):
         return None
     with contextlib.suppress(CorralError, OSError):
         lease = target.lease(folder)

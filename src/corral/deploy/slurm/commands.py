@@ -31,7 +31,8 @@ LOOK_S = 4.0  # for a query whose answer may be "unknown"; `squeue` itself gives
 FRESH_S = 2.0  # for which an answer is kept, at least
 LAZY_S = 30.0  # and at most, while nothing changes
 SILENCE_S = 10.0  # for which a controller that did not answer is not asked again
-FIELDS = ("JobID", "State", "Reason", "StartTime", "EndTime", "TimeLeft", "NodeList", "RestartCnt", "exit_code")
+FIELDS = ("JobID", "State", "Reason", "StartTime", "EndTime", "TimeLeft", "NodeList", "RestartCnt", "exit_code",
+          "Name")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,7 @@ def _last_line(done: Completed) -> str:
 @dataclass
 class _CachedJobs:
     jobs: dict[str, SlurmJob]
+    names: dict[str, str]  # of the jobs, by their numbers
     at_s: float
     same_since_s: float
 
@@ -108,10 +110,12 @@ def jobs(patience_s: float = LOOK_S) -> dict[str, SlurmJob]:
     if cached and now - cached.at_s < min(LAZY_S, max(FRESH_S, (cached.at_s - cached.same_since_s) / 20)):
         return cached.jobs
     done = _ask_queue(user, patience_s)
-    queue = {job.id: job for job in map(_job, done.stdout.splitlines()) if job}
+    rows = [(job, name) for job, name in map(_job, done.stdout.splitlines()) if job]
+    queue = {job.id: job for job, _ in rows}
     states = {id: (job.state, job.reason) for id, job in queue.items()}
     same = cached is not None and states == {id: (job.state, job.reason) for id, job in cached.jobs.items()}
-    _cache[user] = _CachedJobs(queue, now, cached.same_since_s if same and cached else now)
+    names = {job.id: name for job, name in rows}
+    _cache[user] = _CachedJobs(queue, names, now, cached.same_since_s if same and cached else now)
     return queue
 
 
@@ -133,12 +137,13 @@ def _ask_queue(user: int, patience_s: float) -> Completed:
     return done.or_raise("SLURM's queue could not be read")
 
 
-def _job(line: str) -> SlurmJob | None:
-    values = [value.strip() for value in line.split("|")]
+def _job(line: str) -> tuple[SlurmJob | None, str]:
+    """A line of the queue as a job and its name, which comes last because it may hold any character."""
+    values = [value.strip() for value in line.split("|", len(FIELDS) - 1)]
     if len(values) < len(FIELDS) or not values[0]:
-        return None
-    id, state, reason, start, end, left, nodes, restarts, code = values[: len(FIELDS)]
-    return SlurmJob(
+        return None, ""
+    id, state, reason, start, end, left, nodes, restarts, code, name = values
+    job = SlurmJob(
         id=id,
         state=state,
         reason="" if reason == "None" else reason,
@@ -149,6 +154,34 @@ def _job(line: str) -> SlurmJob | None:
         restarts=int(restarts) if restarts.isdigit() else 0,
         exit_code=code,
     )
+    return job, name.removesuffix("|")
+
+
+def launch_in(name: str) -> str:
+    """The launch id that a job's name carries; empty for a job of somebody else."""
+    match = re.search(r"\.([0-9a-f]{16})$", name)
+    return match[1] if match else ""
+
+
+def jobs_of_launch(launch_id: str, since_s: float, patience_s: float = LOOK_S) -> list[str]:
+    """The jobs that carry a launch id, oldest first; those that the queue no longer has are looked up in the
+    accounting. A controller that does not answer is an error: a job may be there.
+    """
+    jobs(patience_s)
+    names = _cache[os.getuid()].names
+    found = [id for id, name in names.items() if launch_in(name) == launch_id]
+    return sorted(filter(str.isdigit, found), key=int) or _recorded_jobs(launch_id, since_s)
+
+
+def _recorded_jobs(launch_id: str, since_s: float) -> list[str]:
+    since = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(since_s))
+    for source in ([], ["-c"]):
+        with contextlib.suppress(CorralError):  # the queue has answered: nothing of it runs
+            done = ask(["sacct", *source, "-n", "-P", "-S", since, "-o", "JobID,JobName"], LOOK_S)
+            rows = [line.partition("|") for line in done.stdout.splitlines()] if done.code == 0 else []
+            if found := [id for id, _, name in rows if id.isdigit() and launch_in(name) == launch_id]:
+                return sorted(set(found), key=int)
+    return []
 
 
 def find_job(id: str, patience_s: float = LOOK_S) -> SlurmJob | None:
@@ -217,27 +250,31 @@ def _option_of(variable: str) -> str:
     return "--" + {"timelimit": "time", "mem-per-node": "mem"}.get(name, name)
 
 
-def submit(script: Path, *options: str) -> str:
+def submit(script: Path, *options: str, launch_id: str = "") -> str:
     """Submit a batch script; the id of the job. The error of a refusal has sbatch's own message.
 
-    A job inherits the environment of `sbatch`, without secrets and without what an outer job set. An interrupt while
-    sbatch runs cancels the job that it may have submitted.
+    The job's name carries the launch id, by which it is found when this process ends before sbatch answers; an error
+    with `queued: False` says that there is no job. A job inherits the environment of `sbatch`, without secrets and
+    without what an outer job set. An interrupt while sbatch runs cancels the job that it may have submitted.
     """
-    command = ["sbatch", "--parsable", *options, str(script)]
-    done = _run_sbatch(command, _inherited(script))
+    text = script.read_text(encoding="utf-8") if script.is_file() else ""
+    name = re.search(r'^#SBATCH --job-name="?([^"\n]*)', text, re.MULTILINE)
+    named = [f"--job-name={name[1] if name else 'corral'}.{launch_id}"] if launch_id else []
+    done = _run_sbatch(["sbatch", "--parsable", *named, *options, str(script)], _inherited(text))
     if done.code and re.search(UNREACHABLE, done.stderr):
-        raise UnreachableError(f"SLURM's controller does not answer: {_last_line(done)}", "Try again later.")
+        certain = {"queued": False} if re.search(r"connect failure|Connection refused", done.stderr) else {}
+        text = f"SLURM's controller does not answer: {_last_line(done)}"
+        raise UnreachableError(text, "Try again later.", **certain)
     if done.code:
         raise _refused(done)
     forget_answers()
     return _number(done.stdout)
 
 
-def _inherited(script: Path) -> dict[str, str]:
+def _inherited(text: str) -> dict[str, str]:
     """The environment for a job: no secrets, nothing of an outer job, nothing that the script sets itself."""
     env = {name: value for name, value in os.environ.items() if not SECRET.search(name)}
     env = {name: value for name, value in env.items() if not name.startswith("SLURM_") or name == "SLURM_CONF"}
-    text = script.read_text(encoding="utf-8") if script.is_file() else ""
     return {name: value for name, value in env.items() if f"#SBATCH {_option_of(name)}" not in text}
 
 
@@ -249,7 +286,8 @@ def _run_sbatch(command: list[str], env: dict[str, str]) -> Completed:
             start_new_session=True,  # Ctrl-C must not reach sbatch: its output has the job's id
         )  # fmt: skip
     except FileNotFoundError:
-        raise CorralError("there is no `sbatch` on this machine.", "Run Corral on a login node.") from None
+        remedy = "Run Corral on a login node."
+        raise CorralError("there is no `sbatch` on this machine.", remedy, queued=False) from None
     try:
         out, err = process.communicate(timeout=60)
     except subprocess.TimeoutExpired:
@@ -257,7 +295,7 @@ def _run_sbatch(command: list[str], env: dict[str, str]) -> Completed:
         process.wait()
         raise UnreachableError(
             "SLURM's controller did not answer `sbatch` within 60 s.",
-            "Look with `squeue --me` whether the job was queued all the same.",
+            "`corral status` finds the job where it was queued all the same.",
         ) from None
     except BaseException:
         out, _ = process.communicate(timeout=60)
@@ -291,7 +329,8 @@ def _refused(done: Completed) -> CorralError:
     lines = [re.sub(r"^sbatch: (error: )?", "", line) for line in done.stderr.strip().splitlines()]
     message = "; ".join(line for line in lines if line and not line.startswith("Try ")) or "it said nothing"
     remedy = next((remedy for pattern, remedy in _REFUSALS if re.search(pattern, done.stderr)), "")
-    return UsageError(f"sbatch refused the job: {message}.", remedy or "`man sbatch` explains its options.")
+    remedy = remedy or "`man sbatch` explains its options."
+    return UsageError(f"sbatch refused the job: {message}.", remedy, queued=False)
 
 
 def cancel(id: str, signal: str = "") -> None:

@@ -10,6 +10,7 @@ nodes again.
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,10 +19,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, cast, runtime_checkable
 
 from corral.base.bundle import bundle
+from corral.base.errors import DataError
 from corral.base.files import make_private_dir, write_atomic
 from corral.base.home import home_dir
 from corral.base.record import from_json, to_json
 from corral.base.ssh import Forward
+from corral.base.untrusted import parse_json
 from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.deployment.state import Reason, State
 from corral.deploy.launch.links import Node, Ports
@@ -246,7 +249,10 @@ class Queue(Protocol):
     """What a target that submits jobs to a scheduler can do besides."""
 
     def job_of(self, folder: DeploymentFolder) -> str:
-        """The id of the deployment's job."""
+        """The id of the deployment's job, also of one that was submitted and never recorded; empty without one.
+
+        Raises while the scheduler cannot be asked for a job that may be there.
+        """
         ...
 
     def job_status(self, id: str) -> JobStatus:
@@ -280,6 +286,14 @@ class Queue(Protocol):
     def with_runner(self, options: Mapping[str, object], runner: Sequence[str]) -> dict[str, object]:
         """Options for a job that runs a command beside the model and ends with it."""
         ...
+
+
+def launch_id_of(folder: DeploymentFolder) -> str:
+    """The launch id of a deployment, which is on disk before anything is started; empty where it cannot be read."""
+    with contextlib.suppress(OSError, DataError, KeyError, TypeError):
+        launch_id = parse_json(folder.launch.read_bytes(), str(folder.launch))["launch_id"]
+        return launch_id if isinstance(launch_id, str) else ""
+    return ""
 
 
 def write_node_files(spec: LaunchSpec, folder: DeploymentFolder) -> None:

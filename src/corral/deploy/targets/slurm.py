@@ -34,7 +34,7 @@ from corral.deploy.slurm.preflight import Allocation, find_allocation, refuse_la
 from corral.deploy.slurm.script import BatchJob, batch_script
 from corral.deploy.targets.base import ChosenPorts, Target, write_node_files
 from corral.deploy.targets.keys import Flag, Shared, Size, at_least, key, number, one_word, only_set, time_limit
-from corral.deploy.targets.slurm_job import SlurmJobs, Submitted
+from corral.deploy.targets.slurm_job import SlurmJobs, Submitted, submit
 from corral.plan.hardware.inventory import Inventory, parse_gpus
 
 if TYPE_CHECKING:
@@ -279,12 +279,15 @@ class SlurmTarget(SlurmJobs, Target):
         for path, text in self._templates(spec, folder).items():
             write_atomic(path, text)
         write_atomic(folder.script, spec.script or self.script(spec, folder), 0o700)
-        id = commands.submit(folder.script)
+        time_s = self.time_s()
+        folder.started.touch(mode=0o600)  # from now on a job may be there, and SLURM is asked for it
         try:
-            write_atomic(folder.job, dump_json(Submitted(id, time.time(), self.time_s())))
-        except BaseException:  # nothing could stop a job without a record
-            folder.job.unlink(missing_ok=True)
-            commands.cancel(id)
+            write_atomic(folder.job, dump_json(Submitted(submit(folder), time.time(), time_s)))
+        except BaseException as error:
+            refused = isinstance(error, CorralError) and error.details.get("queued") is False
+            if refused or _cancelled(spec.launch_id):
+                folder.job.unlink(missing_ok=True)
+                folder.started.unlink(missing_ok=True)
             raise
 
     def paste(self, spec: LaunchSpec, folder: DeploymentFolder, first: Sequence[str]) -> str:
@@ -298,6 +301,17 @@ class SlurmTarget(SlurmJobs, Target):
             )
             for rank in spec.ranks
         }
+
+
+def _cancelled(launch_id: str) -> bool:
+    """Cancel whatever was queued for a launch; false where SLURM does not answer: then its record has to stay."""
+    commands.forget_answers()
+    try:
+        for id in commands.jobs_of_launch(launch_id, time.time() - 3600, commands.PATIENCE_S):
+            commands.cancel(id)
+    except CorralError:
+        return False
+    return True
 
 
 def _renewer(deployment: str) -> str:

@@ -17,7 +17,7 @@ from corral.base.files import write_atomic
 from corral.base.record import dump_json, load_json
 from corral.base.ssh import announced_wait
 from corral.deploy.deployment.diagnosis import last_lines
-from corral.deploy.deployment.events import last_state
+from corral.deploy.deployment.events import append_event, last_state
 from corral.deploy.deployment.folder import DeploymentFolder, RankFolder
 from corral.deploy.deployment.state import ENDED, Reason, State
 from corral.deploy.slurm import commands
@@ -26,7 +26,7 @@ from corral.deploy.slurm.options import SlurmOptions
 from corral.deploy.slurm.preflight import REMEDY
 from corral.deploy.slurm.script import NOT_SEEN
 from corral.deploy.slurm.states import JobVerdict, exit_of, job_verdict
-from corral.deploy.targets.base import AgentsStatus, JobState, JobStatus, Lease, OwnJob
+from corral.deploy.targets.base import AgentsStatus, JobState, JobStatus, Lease, OwnJob, launch_id_of
 
 END_PATIENCE_S = 90.0  # for a cancelled job: KillWait and epilogues
 LOST_PATIENCE_S = 5.0  # for one that has lost a node: SLURM ends it once the node answers, or is given up
@@ -52,13 +52,41 @@ class SlurmJobs:
     chosen: SlurmOptions
 
     def job_of(self, folder: DeploymentFolder) -> str:
-        submitted = submitted_job(folder)
+        submitted = self._submitted(folder)
         return submitted.id if submitted else ""
 
     def submit_successor(self, folder: DeploymentFolder, current: str) -> str:
-        id = commands.submit(folder.script, f"--dependency=afterany:{current}")
-        write_atomic(folder.job, dump_json(Submitted(id, time.time(), self.chosen.time_s)))
+        id = submit(folder, f"--dependency=afterany:{current}", after=current)
+        with contextlib.suppress(OSError):  # a full disk: the job is found by its launch id
+            write_atomic(folder.job, dump_json(Submitted(id, time.time(), self.chosen.time_s)))
         return id
+
+    def _submitted(
+        self, folder: DeploymentFolder, launch_id: str = "", patience_s: float = commands.LOOK_S
+    ) -> Submitted | None:
+        """The newest job with the deployment's launch id. It may have no record: the command that submitted it was
+        killed before sbatch answered, or the disk was full. Only a runner submits a second job under one launch id.
+        """
+        recorded = submitted_job(folder)
+        if recorded is not None and not self.chosen.runner:
+            return recorded
+        if recorded is None:
+            if not folder.started.exists():
+                return None
+            commands.forget_answers()  # they may be older than the job
+        try:
+            ids = commands.jobs_of_launch(launch_id or launch_id_of(folder), _begun_s(folder), patience_s)
+        except UnreachableError:
+            if recorded is None:
+                raise
+            return recorded
+        if not ids or (recorded and int(ids[-1]) <= int(recorded.id)):
+            return recorded
+        found = Submitted(ids[-1], _begun_s(folder), self.chosen.time_s)
+        with contextlib.suppress(OSError):
+            write_atomic(folder.job, dump_json(found))
+            append_event(folder.staging, "adopted", text=f"job {found.id} had no record: found by its launch id")
+        return found
 
     def with_renewal(self, options: Mapping[str, object]) -> dict[str, object]:
         return {**options, "renew": True}
@@ -98,7 +126,11 @@ class SlurmJobs:
         commands.cancel(id)
 
     def agents(self, folder: DeploymentFolder) -> AgentsStatus:
-        submitted = submitted_job(folder)
+        try:
+            submitted = self._submitted(folder)
+        except UnreachableError as error:
+            text = f"{error.message.rstrip('.')}; whether a job was submitted is not known"
+            return AgentsStatus(None, state=State.UNKNOWN, text=text, remedy=error.remedy)
         if submitted is None:
             return AgentsStatus(False)
         try:
@@ -126,11 +158,27 @@ class SlurmJobs:
         return Lease(submitted.submitted_s, job.start_s, drains_s, bool(job.restarts))
 
     def stop(self, folder: DeploymentFolder, launch_id: str, grace_s: float) -> bool:
-        submitted = submitted_job(folder)
+        submitted = self._submitted(folder, launch_id, commands.PATIENCE_S)
+        if submitted is None and not folder.started.exists():
+            return True
+        for rank in folder.ranks():  # also of a job that SLURM makes of an interrupted `sbatch` only now
+            rank.stop.touch(mode=0o600)
         if submitted is None:
             return True
-        for rank in folder.ranks():
-            rank.stop.touch(mode=0o600)
+        others = self._others(launch_id, submitted)
+        for id in others:
+            commands.cancel(id)
+        return self._end(folder, submitted, grace_s) and all(_is_over(id, END_PATIENCE_S) for id in others)
+
+    def _others(self, launch_id: str, newest: Submitted) -> list[str]:
+        """The other jobs of a launch that have not ended: a batch hands over from one to the next."""
+        if not self.chosen.runner:
+            return []
+        ids, known = commands.jobs_of_launch(launch_id, newest.submitted_s), commands.jobs()
+        return [id for id in ids if id != newest.id and id in known and not job_verdict(known[id]).ended]
+
+    def _end(self, folder: DeploymentFolder, submitted: Submitted, grace_s: float) -> bool:
+        """End a job; whether it is over."""
         job = read_job(folder, submitted, commands.PATIENCE_S)
         if job is None or job_verdict(job).ended:
             return True
@@ -157,6 +205,30 @@ def _not_ended(job: SlurmJob) -> UnreachableError:
         "All else was stopped; an agent that is cut off ends its engine by itself within seconds, and SLURM ends the"
         " job when the node is back or given up. Run the same `corral down` again then.",
     )
+
+
+def submit(folder: DeploymentFolder, *options: str, after: str = "0") -> str:
+    """Submit a deployment's script; the id of its job, which comes `after` the one before. Where sbatch got no answer
+    in time, the queue is asked whether the job is there all the same.
+    """
+    launch_id = launch_id_of(folder)
+    try:
+        return commands.submit(folder.script, *options, launch_id=launch_id)
+    except UnreachableError as error:
+        if error.details.get("queued") is False:
+            raise
+        commands.forget_answers()
+        ids = commands.jobs_of_launch(launch_id, _begun_s(folder), commands.PATIENCE_S)
+        if ids and int(ids[-1]) > int(after):
+            return ids[-1]
+        raise
+
+
+def _begun_s(folder: DeploymentFolder) -> float:
+    """When the first job of a deployment was submitted, or was about to be."""
+    with contextlib.suppress(OSError):
+        return folder.started.stat().st_mtime
+    return time.time()
 
 
 def submitted_job(folder: DeploymentFolder) -> Submitted | None:

@@ -30,7 +30,7 @@ from corral.deploy.deployment.state import ENDED, State
 from corral.deploy.launch.links import Ports
 from corral.deploy.launch.paste import as_shell
 from corral.deploy.launch.render import LaunchSpec, agent_spec, server_url
-from corral.deploy.targets.base import AgentsStatus, ChosenPorts, Target
+from corral.deploy.targets.base import AgentsStatus, ChosenPorts, Target, launch_id_of
 from corral.deploy.targets.keys import Flag, Shared, Size, only_set
 from corral.deploy.targets.ssh_nodes import SshKeys, SshNodes, SshOptions, bare
 from corral.deploy.targets.ssh_reports import (
@@ -208,9 +208,9 @@ class SshTarget(SshNodes, Target):
         return f"Something is left there: `corral down {shlex.quote(folder.name)}`."
 
     def refresh(self, folder: DeploymentFolder) -> None:
-        launch = _launch_id(folder)
+        launch = launch_id_of(folder)
         ends = [last_state(folder.rank(number).events) for number in range(len(self.chosen.hosts))]
-        if launch is None or all(last is not None and last.get("state") in ENDED for last in ends):
+        if not launch or all(last is not None and last.get("state") in ENDED for last in ends):
             return  # nothing more can come
         there = self.node_folder(folder, launch)
 
@@ -313,13 +313,6 @@ class SshTarget(SshNodes, Target):
 
 def _expanded(path: str | None) -> str | None:
     return str(Path(path).expanduser()) if path else None
-
-
-def _launch_id(folder: DeploymentFolder) -> str | None:
-    with contextlib.suppress(OSError, DataError, KeyError, TypeError):
-        launch_id = parse_json(folder.launch.read_bytes(), str(folder.launch))["launch_id"]
-        return launch_id if isinstance(launch_id, str) else None
-    return None
 
 
 def near_port(first: int) -> int:

@@ -96,6 +96,8 @@ def _submit_successor(chain: FleetFolder, request: DeployRequest, report: Report
         if read_fleet(chain).closed:
             return None
         if successor.path.exists() and not successor.job.exists():  # begun by a keeper that is gone
+            if successor.record.is_file() and deployments.job_of(successor):  # which had submitted it
+                return deployments.status(successor)
             shutil.rmtree(successor.path)
         try:
             return bringup.bring_up(request, report, wait=False, hooks=ClaimHooks(refuse_held_name, prepare))
