@@ -22,6 +22,7 @@ import pytest
 
 import corral as package
 from corral.deploy.deployment.folder import DeploymentFolder
+from corral.deploy.slurm.commands import launch_in
 from tests.cluster.conftest import FAILED
 from tests.stand_in import install_stand_in
 from tests.testbed import missing
@@ -91,7 +92,9 @@ class Login:
         return self.home / "deployments" / name
 
     def queue(self) -> list[str]:
-        return self.slurm.run("squeue", "-h", "-o", "%j").stdout.split()
+        """The names of the jobs, without the launch ids in them."""
+        names = self.slurm.run("squeue", "-h", "-o", "%j").stdout.split()
+        return [name.removesuffix(f".{launch_in(name)}") for name in names]
 
     def left(self) -> list[tuple[int, str]]:
         return [found for node in self.slurm.nodes for found in self.hosts.processes(node)]
