@@ -11,7 +11,7 @@ import pytest
 
 from corral.base.errors import CorralError
 from corral.base.shell import Completed
-from corral.deploy.transfer.in_place import find_on_nodes, lacking
+from corral.deploy.transfer.in_place import lacking
 from corral.node.survey.storage import fingerprint
 from corral.plan.hardware.survey import Here
 from tests.fake_ssh import make_fake_ssh
@@ -92,28 +92,3 @@ def test_a_host_that_does_not_answer_is_an_error_not_a_lack(
     (tmp_path / "hosts" / "a" / "down").touch()
     with pytest.raises(CorralError, match="cannot be reached"):
         lacking(Ssh(), ["a"], model)
-
-
-def test_a_hugging_face_home_of_the_nodes_is_looked_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from corral.base.ssh import Ssh
-
-    monkeypatch.setenv("CORRAL_SSH", make_fake_ssh(tmp_path / "hosts", ["a", "b"]))
-    monkeypatch.setenv("CORRAL_HOME", str(tmp_path / "home"))
-    repository = tmp_path / "hub-home" / "hub" / "models--meta-llama--Llama"
-    snapshot = repository / "snapshots" / "abc123"
-    snapshot.mkdir(parents=True)
-    (repository / "blobs").mkdir()
-    (repository / "blobs" / "f00").write_bytes(bytes(5000))
-    (snapshot / "model.safetensors").symlink_to("../../blobs/f00")
-
-    def find(least: int) -> str | None:
-        hub = str(tmp_path / "hub-home")
-        return find_on_nodes(Ssh(), ["a", "b"], [f"{tmp_path}/models/x"], hub, "meta-llama/Llama", least)
-
-    assert find(4000) is None  # no ref: nobody knows which snapshot is meant
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text("abc123")
-    assert find(4000) == str(snapshot)
-    assert find(6000) is None  # not whole
-    (repository / "refs" / "main").write_text("../../../../etc")
-    assert find(4000) is None

@@ -17,7 +17,7 @@ from corral.deploy.lifecycle.decision import DeployRequest
 from corral.deploy.profile import folders
 from corral.deploy.profile.contract import all_keys
 from corral.deploy.profile.drafting import as_toml, draft, with_value
-from corral.deploy.profile.merging import merged, with_storage
+from corral.deploy.profile.merging import merged, use_hub_of
 from corral.deploy.profile.profile import Profile, all_profiles, assemble, environment, load_profile
 from corral.deploy.profile.reading import MOST_BYTES, build_settings, parse, read_file
 from corral.engines.settings import SETTINGS
@@ -441,6 +441,7 @@ def test_a_profile_becomes_a_wish() -> None:
             "hosts": ["a", "b"], "interface": "bond0", "hca": "mlx5", "env": {"NCCL_DEBUG": "INFO"},
             "home": "/srv/corral", "gpus": "8xH100-SXM", "fabric": "ethernet-100",
         },
+        "storage": {"home": "/srv/corral"},
         "runtime": "docker",
         "runtime_options": {"image": "img"},
         "link": "ray",
@@ -609,21 +610,15 @@ def test_a_hosts_file(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------ storage
-def test_models_that_lie_in_the_profiles_storage_are_served_from_there(tmp_path: Path) -> None:
-    (tmp_path / "tiny").mkdir()
-    (tmp_path / "tiny" / "config.json").write_text("{}")
-    profile = profile_of(f'[storage]\nmodels = "{tmp_path}"\nhf_home = "{tmp_path}"\n')
+def test_the_hub_of_a_profile_is_used_where_it_is_and_no_other_is_set(tmp_path: Path) -> None:
+    profile = profile_of(f'[storage]\nhf_home = "{tmp_path}"\n')
     environ: dict[str, str] = {}
-    for named in ("tiny", "owner/tiny"):
-        assert with_storage(profile, {"model": named}, environ)["model"] == str(tmp_path / "tiny")
-    for other in ("big", "/tiny", "./tiny", "~/tiny", "../x/tiny", None):
-        assert with_storage(profile, {"model": other}, environ)["model"] == other
+    use_hub_of(profile, environ)
     assert environ == {"HF_HOME": str(tmp_path)}
-    assert with_storage(profile, {}, environ := {"HF_HOME": "/mine"}) == {}
+    use_hub_of(profile, environ := {"HF_HOME": "/mine"})
     assert environ == {"HF_HOME": "/mine"}
-    elsewhere = profile_of('[storage]\nmodels = "/nowhere"\nhf_home = "/nowhere"\n')
-    assert with_storage(elsewhere, {"model": "tiny"}, environ := {}) == {"model": "tiny"}
-    assert environ == {}
+    use_hub_of(profile_of('[storage]\nhf_home = "/nowhere"\n'), environ := {})
+    assert not environ
 
 
 # ------------------------------------------------------------------------------------------------------------ writing

@@ -38,7 +38,7 @@ def test_this_machine_tells_what_it_is(tmp_path: Path) -> None:
             nonces=(str(tmp_path / "nonce"), "/not/there"),
             ports=(port,),
             free_ports=3,
-            read=model,
+            read=(f"{model}-not-there", model),
         )
         facts = survey_host(Here(), "here", asked)
     assert facts.errors == {}

@@ -238,13 +238,14 @@ def _target_fields(options: dict[str, Any]) -> dict[str, Any]:
 def _from_profile(options: dict[str, Any], flags: dict[str, Any]) -> dict[str, Any]:
     from corral.base.record import to_json
     from corral.deploy.launch.render import refuse_reserved
-    from corral.deploy.profile.merging import merged, with_storage
+    from corral.deploy.profile.merging import merged, use_hub_of
     from corral.deploy.profile.profile import load_profile
     from corral.plan.settings import parse_assignments
 
     profile = load_profile(options["on"])
     own = {"model": options["model"], "context": options["context"], "fixed": parse_assignments(options["fixed"])}
-    request = with_storage(profile, merged(profile, {**flags, **own}))  # options win over the profile
+    use_hub_of(profile)
+    request = merged(profile, {**flags, **own})  # options win over the profile
     refuse_reserved(request.get("extra_env", {}))
     return {name: to_json(value) for name, value in request.items()}
 

@@ -19,13 +19,14 @@ from corral.cli.options import Duration, json_option
 from corral.deploy.doctor import readiness
 from corral.deploy.doctor.examination import Question, examine
 from corral.deploy.doctor.finding import Level, Report
-from corral.deploy.profile.merging import merged
+from corral.deploy.profile.merging import merged, storage_of
 from corral.deploy.profile.profile import load_profile
 from corral.deploy.targets.keys import target_class
 from corral.lab.report.doctor import report_lines
 from corral.lab.report.screen import PhaseScreen, print_json
 from corral.plan.hardware.inventory import recognise
 from corral.plan.measured import StorageReading, remember_storage_speed
+from corral.plan.places import Storage
 
 
 @click.command()
@@ -122,6 +123,7 @@ def _of_profile(question: Question, name: str, hosts: tuple[str, ...]) -> Questi
         interface=question.interface or options.get("interface"),
         hca=options.get("hca"),
         home=options.get("home"),
+        storage=Storage(**storage_of(profile)),
         env=dict(options.get("env", {})),
         runtime=request["runtime"],
         runtime_options=request["runtime_options"],

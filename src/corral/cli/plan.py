@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
 
-from corral.base.errors import DoesNotFitError, UsageError
+from corral.base.errors import CorralError, DoesNotFitError, UsageError
 from corral.base.home import home_dir
 from corral.base.record import dump_json, to_json
 from corral.cli.options import TokenCount
-from corral.deploy.profile.merging import PlanRequest, hardware_of_plan, plan_request, tuning_of_plan
+from corral.deploy.profile.merging import (
+    PlanRequest,
+    hardware_of_plan,
+    plan_request,
+    storage_of,
+    tuning_of_plan,
+)
 from corral.deploy.profile.profile import Profile, load_profile
 from corral.engines.flags import check_arguments, shipped_flags
 from corral.engines.settings import SETTINGS
@@ -19,8 +28,9 @@ from corral.plan import measured as calibration
 from corral.plan.choose import compare, make_plan
 from corral.plan.contract import Goal, Plan
 from corral.plan.hardware.inventory import GPUS, LINKS, Inventory, find_gpu, parse_gpus
-from corral.plan.models.facts import ModelFacts, read_facts
+from corral.plan.models.facts import ModelFacts, facts_from_folder, read_facts
 from corral.plan.models.hub import hub_is_off
+from corral.plan.places import Storage, located, pulled
 from corral.plan.settings import parse_assignments, refuse_flags
 
 
@@ -87,7 +97,7 @@ def command(
         return _show_lessons(as_json)
     profile = load_profile(on)
     question = _asked(profile, model, given, engine_args)
-    facts = read_facts(question.model, offline or hub_is_off())
+    facts = _facts(profile, question.model, offline or hub_is_off())
     if needing:
         return _show_needs(facts, question.goal, gpus, as_json)
     inventory = hardware_of_plan(profile, gpus, nodes, link)
@@ -97,6 +107,18 @@ def command(
     if given["replicas"]:
         return _show_replicas(question, facts, inventory, profile, form, given["replicas"])
     return _show_plan(question, facts, inventory, profile, form)
+
+
+def _facts(profile: Profile, model: str, offline: bool) -> ModelFacts:
+    """Of the files that a start would serve, where a profile or an earlier pull has them; else as the name says."""
+    storage = Storage(**storage_of(profile))
+    with contextlib.suppress(CorralError):
+        if any(vars(storage).values()) or pulled():
+            source = located(model, storage)
+            if source.path:
+                facts = facts_from_folder(Path(source.path), source.name)
+                return replace(facts, notes=(*facts.notes, f"the files are in {source.path}"))
+    return read_facts(model, offline)
 
 
 class _Question(NamedTuple):

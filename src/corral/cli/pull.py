@@ -10,11 +10,13 @@ import click
 from corral.base.errors import CorralError, DataError, UnreachableError, UsageError
 from corral.base.ssh import Ssh, typed_hosts
 from corral.cli.options import json_option, with_token
+from corral.deploy.profile.merging import merged, storage_of, use_hub_of
 from corral.deploy.profile.profile import load_profile
 from corral.deploy.transfer.pull import PullOrder, pull
 from corral.lab.report import tables
 from corral.lab.report.pull import NodeLines, pull_lines
 from corral.lab.report.screen import print_json
+from corral.plan.places import Storage
 
 _KINDS = {kind.exit_code: kind for kind in (UnreachableError, DataError)}
 
@@ -23,7 +25,7 @@ _KINDS = {kind.exit_code: kind for kind in (UnreachableError, DataError)}
 @click.argument("model")
 @click.option("--hosts", metavar="A,B,…",
               help="Nodes, as ssh knows them; @FILE: one per line (default: this machine).")  # fmt: skip
-@click.option("--on", "profile", metavar="PROFILE", help="The nodes of a profile.")
+@click.option("--on", "profile", metavar="PROFILE", help="The nodes of a profile, and where its models lie.")
 @click.option("--to", metavar="FOLDER", default="", help="Folder for the model's files.")
 @click.option("--shared", is_flag=True, help="The folder is one storage for all nodes: refuse if it is not.")
 @click.option("--local-disk", is_flag=True, help="The folder is on each node's own disk: refuse if it is not.")
@@ -47,7 +49,7 @@ def command(
     """
     if shared and local_disk:
         raise UsageError("--shared and --local-disk cannot be combined.", "Leave out one of them.")
-    nodes, ssh = _nodes(hosts, profile)
+    nodes, ssh, storage = _where(hosts, profile)
     order = PullOrder(
         model=model,
         hosts=nodes,
@@ -55,6 +57,7 @@ def command(
         storage="shared" if shared else "local-disk" if local_disk else "auto",
         source=source,
         check_again=check,
+        lies=storage,
     )
     with NodeLines(quiet=as_json) as screen:
         result = with_token(lambda: pull(order, screen.report, ssh))
@@ -71,13 +74,14 @@ def command(
         )
 
 
-def _nodes(names: str | None, profile: str | None) -> tuple[tuple[str, ...], Ssh]:
-    """The hosts, and the ssh that reaches them: as a profile says, where one is named."""
-    if names and profile:
+def _where(names: str | None, name: str | None) -> tuple[tuple[str, ...], Ssh, Storage]:
+    """The hosts, the ssh that reaches them, and where models lie there: as a profile says, where one is named."""
+    if names and name:
         raise UsageError("--hosts and --on both name nodes.", "Leave out one of them.")
-    if not profile:
-        return typed_hosts(names or ""), Ssh()
-    options: Mapping[str, Any] = load_profile(profile).target_options
-    if not options.get("hosts"):
-        raise UsageError(f"the profile {profile!r} names no hosts.", "Give them with --hosts a,b,c.")
-    return tuple(options["hosts"]), Ssh(identity=options.get("identity"), config=options.get("config"))
+    if not name:
+        return typed_hosts(names or ""), Ssh(), Storage()
+    profile = load_profile(name)
+    use_hub_of(profile)
+    options: Mapping[str, Any] = merged(profile, {})["target_options"]
+    ssh = Ssh(identity=options.get("identity"), config=options.get("config"))
+    return tuple(options.get("hosts", ())), ssh, Storage(**storage_of(profile))

@@ -36,7 +36,7 @@ from corral.deploy.launch.render import refuse_reserved
 from corral.deploy.lifecycle import deployments, rendering
 from corral.deploy.lifecycle.decision import DeployRequest
 from corral.deploy.lifecycle.watching import wait_ready
-from corral.deploy.profile.merging import merged, with_storage
+from corral.deploy.profile.merging import merged, use_hub_of
 from corral.deploy.profile.profile import Profile, load_profile
 from corral.deploy.targets.base import Queue, load_target
 from corral.engines.runtimes.base import parse_options
@@ -278,7 +278,8 @@ def request_of(
 ) -> DeployRequest:
     """What a command line with the options of `up` (or some of them) asks for."""
     flags = {**_flags(given, on), "model": model, "extra_args": engine_args}
-    options = with_storage(profile, merged(profile, flags))
+    use_hub_of(profile)
+    options = merged(profile, flags)
     refuse_reserved(options["extra_env"])
     return DeployRequest.of(options)
 

@@ -11,7 +11,7 @@ from corral.base.ssh import asking_no_node
 from corral.console.context import whole_number
 from corral.deploy.deployment.folder import checked_name
 from corral.deploy.lifecycle.decision import DeployRequest, Preview, sized
-from corral.deploy.profile.merging import merged, with_storage
+from corral.deploy.profile.merging import merged, use_hub_of
 from corral.deploy.profile.profile import all_profiles, load_profile
 from corral.deploy.targets.keys import TARGETS, Flag, target_class
 from corral.plan.contract import GOALS, Plan, token_count
@@ -124,7 +124,8 @@ def _preview(form: StartForm) -> dict[str, Any]:
         "fixed": {},
         "extra_args": (),
     }
-    request = DeployRequest.of(with_storage(profile, merged(profile, flags)))
+    use_hub_of(profile)
+    request = DeployRequest.of(merged(profile, flags))
     named = profile.inventory() if request.target == profile.target and not request.target_options else None
     _, decision = sized(request, preview=Preview(named))
     return {"name": decision.name, "notes": decision.notes(), **_plan_facts(decision.plan)}

@@ -20,7 +20,8 @@ from corral.engines.runtimes.base import NodeSide, Runtime, make_runtime
 from corral.plan.hardware.fabric import Fabric, choose_fabric
 from corral.plan.hardware.survey import Asked, Here, NodeFacts, marked_folders
 from corral.plan.hardware.survey import survey as survey_nodes
-from corral.plan.models.store import already_here, check_access, locate
+from corral.plan.models.store import already_here, check_access
+from corral.plan.places import Storage, candidates, located
 
 HERE = "here"
 NODE_HOME = "~/.local/share/corral"  # where Corral lives on nodes that do not share this machine's files
@@ -45,6 +46,7 @@ class Question:
     ports: tuple[int, ...] = (8000,)
     ports_needed: bool = False  # whether a taken port is fatal
     home: str | None = None  # Corral's home on the nodes
+    storage: Storage = field(default_factory=Storage)  # where a profile says that models lie
     identity: str | None = None  # ssh -i
     config: str | None = None  # ssh -F
     quick: bool = False
@@ -72,6 +74,7 @@ class _Examination:
         self.fabric: Fabric | None = None
         self.pairs: tuple[Pair, ...] = ()
         self.versions: dict[str, dict[str, str]] = {}
+        self.model_path = ""  # where a node has the model
         self.shared = False  # whether the nodes see this machine's own files
 
     @property
@@ -93,7 +96,7 @@ class _Examination:
 
     # --- the steps
 
-    def survey(self, model_path: str) -> None:
+    def survey(self, models: tuple[str, ...]) -> None:
         question = self.question
         self.progress(f"asking {counted(len(self.hosts), 'node')}" if question.hosts else "looking at this machine")
         home = question.home or (NODE_HOME if question.hosts else str(home_dir()))
@@ -101,10 +104,10 @@ class _Examination:
         asked = Asked(
             disks=(home, TMP),
             write=tuple(dict.fromkeys((home, shared_home, TMP))),
-            paths=(model_path,) if model_path else (),
+            paths=models,
             ports=question.ports,
             free_ports=PORTS_ASKED,
-            read="" if question.quick else model_path,
+            read=() if question.quick else models,
         )
         with marked_folders(
             [home_dir()] if question.hosts and home_dir().is_dir() else [], self._unwritable
@@ -118,8 +121,10 @@ class _Examination:
             self.findings += judge_facts(self.facts, question.ports, question.ports_needed)
             self.findings += judge_writing(self.facts, (shared_home if self.shared else home, TMP))
             self.findings += judge_readiness(self.facts, question.runtime)
-        if model_path:
-            self.findings += judge_model(self.facts, model_path)
+        seen_at = [path for path in models if any(n.paths[path].exists for n in self.facts if path in n.paths)]
+        self.model_path = seen_at[0] if seen_at else ""
+        if self.model_path or (models and _is_path(question.model)):
+            self.findings += judge_model(self.facts, self.model_path or models[0])
 
     def _unwritable(self, error: OSError) -> None:
         text = f"Corral's home on this machine cannot be written to: {home_dir()}: {error.strerror or error}"
@@ -193,10 +198,10 @@ class _Examination:
     def hub(self) -> None:
         """Whether the model can be fetched from the hub, when it is not on disk."""
         reference = self.question.model
-        if not reference or reference.startswith(("/", "~", ".")):
+        if not reference or self.model_path or _is_path(reference):
             return
         try:
-            source = locate(reference)
+            source = located(reference, self.question.storage)
             if already_here(source) or source.kind != "hub":
                 return
             self.progress(f"asking the hub about {source.repo}")
@@ -229,23 +234,28 @@ def _within(limit_s: float, task: Callable[[], None]) -> CorralError | None:
     )
 
 
-def model_path_of(model: str | None) -> str:
-    """The model's path on the nodes; empty when it is not known yet."""
-    if not model:
-        return ""
-    if model.startswith(("/", "~")):
-        return model
+def _is_path(model: str | None) -> bool:
+    return (model or "").startswith(("/", "~", "."))
+
+
+def model_paths(question: Question) -> tuple[str, ...]:
+    """Where the nodes may have the model, the likeliest first."""
+    model = question.model
+    if not model or model.startswith(("/", "~")):
+        return (model,) if model else ()
     try:
-        folder = already_here(locate(model))
+        source = located(model, question.storage)
     except CorralError:
-        return ""
-    return str(folder) if folder else ""
+        return ()
+    here = already_here(source)
+    there = candidates(source, question.storage, question.hosts) if question.hosts and source.kind == "hub" else []
+    return tuple(dict.fromkeys([*([str(here)] if here else []), *there]))
 
 
 def examine(question: Question, progress: Progress = _silent) -> Report:
     """All checks; ends within the question's limit even when nodes hang."""
     run = _Examination(question, progress)
-    run.survey(model_path_of(question.model))
+    run.survey(model_paths(question))
     if not run.facts:
         return run.report()
     run.network()

@@ -29,6 +29,7 @@ from corral.plan.models import catalogue
 from corral.plan.models import store as model_store
 from corral.plan.models.facts import read_facts
 from corral.plan.models.store import EMBEDDED, ModelSource
+from corral.plan.places import Storage, located
 from corral.plan.settings import refuse_flags
 
 
@@ -53,14 +54,16 @@ class DeployRequest:
     extra_args: tuple[str, ...] = ()
     extra_env: Mapping[str, str] = field(default_factory=dict)
     patience: Patience = field(default_factory=Patience)
+    storage: Storage = field(default_factory=Storage)  # where a profile says that models lie
     share: NodeSlice = field(default_factory=NodeSlice)  # of machines that several deployments share
     words: tuple[str, ...] = ()  # the command line that requested it; it starts the deployment again
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> DeployRequest:
-        """From keyword arguments, where `goal` and `patience` are keyword arguments themselves (see `merged`)."""
+        """From keyword arguments; `goal`, `patience` and `storage` have keyword arguments themselves (`merged`)."""
         goal, patience = Goal(**arguments.get("goal", {})), Patience(**arguments.get("patience", {}))
-        return cls(**{**arguments, "goal": goal, "patience": patience})
+        storage = Storage(**arguments.get("storage", {}))
+        return cls(**{**arguments, "goal": goal, "patience": patience, "storage": storage})
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,7 @@ def decide(request: DeployRequest, target: Target, preview: Preview | None = Non
     request = as_planned(request)
     inventory = within((preview.inventory if preview else None) or target.inventory(), request.share)
     flavour = _flavour(request, inventory)
-    source = model_store.locate(request.model or _fitting_model(inventory, request))
+    source = located(request.model or _fitting_model(inventory, request), request.storage)
     served = model_store.served_name(source, request.served_name)
     name = checked_name(served if request.name is None else request.name)
     runtime = _checked_runtime(request, target, flavour)
@@ -118,7 +121,7 @@ def decide(request: DeployRequest, target: Target, preview: Preview | None = Non
     plan = fitting_plan(source, inventory, request, runtime.version, offline)
     refuse_flags(request.extra_args, plan.settings, plan.max_model_len)
     if plan.precision.how == "checkpoint":  # the plan chose a quantised twin of the model
-        source = replace(model_store.locate(plan.checkpoint), name=source.name)
+        source = replace(located(plan.checkpoint, request.storage), name=source.name)
         if not offline:
             model_store.check_access(source)
     target.check(plan)

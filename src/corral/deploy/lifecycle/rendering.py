@@ -76,10 +76,11 @@ def _unstaged(
 
 def _model_path(decision: DeployDecision, target: Target) -> str:
     """Where the nodes have the model, or will have it; its name on the hub where nobody has it yet."""
-    here = model_store.already_here(decision.source)
-    if here:
-        return target.placed(here)
-    return target.find_model(decision.source, decision.least_bytes) or decision.source.repo
+    source = decision.source
+    if source.kind == "hub" and (there := target.find_model(source, decision.least_bytes)):
+        return there
+    here = model_store.already_here(source)
+    return target.placed(here) if here else source.repo
 
 
 def _before(decision: DeployDecision, path: str, hosts: list[str]) -> list[str]:

@@ -135,8 +135,10 @@ def measured(decision: DeployDecision, staging: Staging) -> DeployDecision:
 def bring_model(decision: DeployDecision, target: NodeFiles, staging: Staging) -> str:
     """The model's folder on the nodes. Where they can, the nodes fetch it from the hub themselves."""
     source, folder = decision.source, None
-    if source.kind == "hub" and not model_store.already_here(source):
-        folder = target.fetch_model(source, decision.least_bytes, staging.detail)
+    if source.kind == "hub":  # what the nodes have is not copied to them once more
+        folder = target.find_model(source, decision.least_bytes)
+        if not folder and not model_store.already_here(source):
+            folder = target.fetch_model(source, staging.detail)
     if folder:
         return folder
     dummy = "dummy" in values_of("--load-format", decision.request.extra_args)  # vLLM makes up the weights

@@ -1,7 +1,7 @@
 """A profile and the options of one command as the keyword arguments of a request; an option that is given wins.
 
-Also what follows from a profile for a plan: its hardware, its storage where this machine sees it (models that lie
-there are not fetched again), and the measurements for the vLLM of its runtime.
+Also what follows from a profile for a plan: its hardware, where its models lie, and the measurements for the vLLM of
+its runtime.
 """
 
 from __future__ import annotations
@@ -110,7 +110,13 @@ def _settings_of(profile: Profile) -> dict[str, Any]:
         "bind": settings.endpoint.bind,
         "expose": settings.endpoint.expose,
         "port": settings.endpoint.port,
+        "storage": storage_of(profile) or None,
     }
+
+
+def storage_of(profile: Profile) -> dict[str, str]:
+    """Where it says that models lie, as keyword arguments of `Storage`."""
+    return {name: value for name, value in vars(profile.settings.storage).items() if isinstance(value, str)}
 
 
 def _refuse_unfinished(profile: Profile, result: Mapping[str, Any]) -> None:
@@ -179,22 +185,12 @@ def hardware_of_plan(profile: Profile, gpus: str | None, nodes: int | None, link
     return probe()
 
 
-def with_storage(
-    profile: Profile, options: Mapping[str, Any], environ: MutableMapping[str, str] | None = None
-) -> dict[str, Any]:
-    """The options of a request, with the folder of a model that the profile's storage holds."""
-    storage, environ = profile.settings.storage, os.environ if environ is None else environ
-    hub = Path(storage.hf_home).expanduser() if storage.hf_home else None
+def use_hub_of(profile: Profile, environ: MutableMapping[str, str] | None = None) -> None:
+    """Let the hub's library use the profile's Hugging Face home if this machine sees it and `HF_HOME` is not set."""
+    environ, named = os.environ if environ is None else environ, profile.settings.storage.hf_home
+    hub = Path(named).expanduser() if named else None
     if hub and hub.is_dir():
         environ.setdefault("HF_HOME", str(hub))
-    model = options.get("model")
-    if not storage.models or not model or model.startswith(("/", ".", "~")) or ".." in model:
-        return dict(options)
-    folder = Path(storage.models).expanduser()
-    for copy in (folder / model, folder / model.rpartition("/")[2]):  # by its whole name, or without its owner
-        if (copy / "config.json").is_file():
-            return {**options, "model": str(copy)}
-    return dict(options)
 
 
 def tuning_of_plan(

@@ -152,7 +152,7 @@ class NodeFiles:
         """Where every node already has a model of the hub; None when one of them lacks it."""
         return None
 
-    def fetch_model(self, source: ModelSource, least_bytes: int, progress: Progress) -> str | None:
+    def fetch_model(self, source: ModelSource, progress: Progress) -> str | None:
         """Let the nodes fetch a model of the hub themselves; its path there. None: this machine fetches it."""
         return None
 

@@ -131,7 +131,7 @@ class StorageKeys:
 
     home: str | None = key("Corral's home on the nodes", None, path_on_nodes, "~/.local/share/corral")
     models: str | None = key(
-        "folder of models, here or on the nodes: one that lies there by name is served from there",
+        "folder of models, here or on the nodes: one that lies there by any of its names is served from there",
         None,
         path_on_nodes,
         "/shared/models",

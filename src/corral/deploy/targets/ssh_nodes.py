@@ -22,18 +22,17 @@ from corral.deploy.launch.links import Node
 from corral.deploy.targets.base import NodeFiles, Preflight, Progress
 from corral.deploy.targets.keys import a_path, key
 from corral.deploy.targets.keys import hosts as good_hosts
-from corral.deploy.transfer.in_place import find_on_nodes, lacking
+from corral.deploy.transfer.in_place import lacking
 from corral.deploy.transfer.pull import PullOrder, pull_onto_nodes
 from corral.deploy.transfer.spread import ensure_folder
 from corral.plan.hardware.fabric import Fabric, choose_fabric
 from corral.plan.hardware.inventory import Inventory, common_cpu, parse_cpuinfo, parse_gpus, recognise
 from corral.plan.hardware.survey import Asked, NodeFacts, all_or_error, marked_folders, survey
+from corral.plan.places import DEFAULT_HOME, Storage, find_on_nodes
 
 if TYPE_CHECKING:
     from corral.engines.runtimes.base import NodeCheck
     from corral.plan.models.store import ModelSource
-
-DEFAULT_HOME = "~/.local/share/corral"
 
 
 @dataclass(frozen=True)
@@ -206,19 +205,14 @@ class SshNodes(Preflight, NodeFiles):
     def find_model(self, source: ModelSource, least_bytes: int) -> str | None:
         if self.named:
             return None
-        folders = [f"{self.home()}/models/{source.name}"]
-        if self.chosen.models:
-            models, short = self._there(self.chosen.models).rstrip("/"), source.repo.rpartition("/")[2]
-            folders += [f"{models}/{source.repo}", f"{models}/{short}", f"{models}/{source.name}"]
-        hub = self._there(self.chosen.hf_home) if self.chosen.hf_home else ""
-        return find_on_nodes(self.ssh, self.chosen.hosts, dict.fromkeys(folders), hub, source.repo, least_bytes)
+        storage = Storage(self.home(), self.chosen.models or "", self.chosen.hf_home or "")
+        found = find_on_nodes(self.ssh, self.chosen.hosts, source, storage, least_bytes)
+        return found.folder if found else None
 
-    def fetch_model(self, source: ModelSource, least_bytes: int, progress: Progress) -> str | None:
+    def fetch_model(self, source: ModelSource, progress: Progress) -> str | None:
         self.facts()
         if self._sees_hub or self._shares_home():  # the nodes see what this machine fetches
             return None
-        if folder := self.find_model(source, least_bytes):
-            return folder
         addresses = {node.name: node.address for node in self.nodes() if node.address}
         folder = f"{self.home()}/models/{source.name}"
         return pull_onto_nodes(

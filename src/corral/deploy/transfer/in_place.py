@@ -7,8 +7,7 @@ is named, and the model is brought to it.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from corral.base.ssh import Ssh
@@ -16,7 +15,6 @@ from corral.base.untrusted import plain
 from corral.plan.hardware.survey import Asked, FolderFacts, Here, NodeFacts, all_or_error, survey
 
 LIMIT_S = 110.0  # for looking at hundreds of files on a slow file system; a copy takes hours
-COMMIT = re.compile(r"[0-9A-Za-z._-]{1,100}")
 
 
 def lacking(ssh: Ssh, hosts: Sequence[str], folder: Path) -> dict[str, str]:
@@ -59,30 +57,3 @@ def _difference(facts: NodeFacts, here: FolderFacts) -> str:
     if there.unreadable:
         return f"cannot read {plain(there.unreadable, 100)} there"
     return "" if there.listed == here.listed else "has other files there"
-
-
-def find_on_nodes(
-    ssh: Ssh, hosts: Sequence[str], folders: Iterable[str], hub: str, repo: str, at_least_bytes: int
-) -> str | None:
-    """The first folder in which every node has a whole model of that size: one of the folders, or the hub's cache.
-
-    `hub` is a Hugging Face home on the nodes, where `repo` would lie in the snapshot that its `main` stands for.
-    """
-    candidates = list(folders)
-    if hub:
-        repository = f"{hub.rstrip('/')}/hub/models--{repo.replace('/', '--')}"
-        commits = _contents(ssh, hosts, f"{repository}/refs/main")
-        if len(commits) == 1 and COMMIT.fullmatch(commit := commits.pop()):
-            candidates.append(f"{repository}/snapshots/{commit}")
-    facts = all_or_error(survey(ssh, hosts, Asked(paths=tuple(candidates)))).values()
-    for folder in candidates:
-        seen = [node.paths.get(folder) for node in facts]
-        sizes = {one.size_bytes if one and one.exists and one.readable and one.whole else 0 for one in seen}
-        if len(sizes) == 1 and min(sizes) >= at_least_bytes > 0:
-            return folder
-    return None
-
-
-def _contents(ssh: Ssh, hosts: Sequence[str], path: str) -> set[str]:
-    """What a small file says on the hosts."""
-    return {facts.nonces.get(path, "") for facts in all_or_error(survey(ssh, hosts, Asked(nonces=(path,)))).values()}

@@ -9,7 +9,6 @@ model. Every file is judged by its hash; a damaged or partial one is fetched aga
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -20,14 +19,15 @@ from typing import Any
 from corral.base.errors import CorralError, DataError, LaunchError, NotFoundError, UnreachableError, UsageError
 from corral.base.record import to_json
 from corral.base.ssh import Ssh, UnknownHostError, check_host, each
-from corral.base.untrusted import last_object
 from corral.base.wording import counted
 from corral.deploy.transfer.courier import HERE, ask_courier
 from corral.deploy.transfer.courier_group import HOME_ON_HOSTS, Origin, Outcome, Progress, Report
 from corral.deploy.transfer.spread import spread
+from corral.plan.hardware.survey import Asked, NodeFacts, survey
 from corral.plan.models import store as model_store
 from corral.plan.models.hub import gated_error, token_origin
 from corral.plan.models.store import LEFT_OUT, FetchProgress, ModelSource
+from corral.plan.places import OnNodes, Storage, find_folder, find_on_nodes, folders, least_bytes, located, remember
 
 NOT_THE_MODEL = ("original/*", ".cache/*", ".git/*")  # in a folder the user named, everything else is meant
 STORAGE = {"auto": "any", "shared": "shared", "local-disk": "own"}
@@ -43,6 +43,7 @@ class PullOrder:
     storage: str = "auto"
     source: str = ""  # hub, a host, or empty
     addresses: Mapping[str, str] = field(default_factory=dict)  # where the hosts reach each other
+    lies: Storage = field(default_factory=Storage)  # where a profile says that models lie on the hosts
     check_again: bool = False
 
 
@@ -75,8 +76,12 @@ def pull(order: PullOrder, report: Report, ssh: Ssh | None = None) -> Pull:
     if order.source in ("", "hub") or not order.model.startswith(("/", "~")):
         model_store.locate(order.model)  # refuses an unknown one before a host is asked
     _refuse_unreachable(hosts, ssh)
+    if found := _already_there(order, hosts, ssh):
+        name, total = model_store.locate(order.model).name, found.size_bytes
+        outcomes = {host: Outcome(host, "already", total) for host in hosts}
+        return _result(name, found.folder, Origin(found.folder), "every host has it", outcomes, ssh, began_s)
     name, origin, why = _origin(order, hosts or (HERE,), report, ssh)
-    folder = order.to or f"{HOME_ON_HOSTS}/{name}"
+    folder = _of_hosts(order.to, hosts, ssh) or f"{_home(order)}/{name}"
     if not hosts:
         folder = str(Path(folder).expanduser().absolute())
     outcomes = spread(
@@ -89,7 +94,41 @@ def pull(order: PullOrder, report: Report, ssh: Ssh | None = None) -> Pull:
         check="again" if order.check_again else "hash",
         storage=STORAGE[order.storage],
     )
+    if origin.hub_url or not order.model.startswith(("/", "~", ".")):
+        total = max(outcome.total_bytes for outcome in outcomes.values())
+        arrived = [host for host in hosts if outcomes[host].ok]
+        if arrived or not hosts:
+            remember(model_store.locate(order.model), folder, arrived, total)
     return _result(name, folder, origin, why, outcomes, ssh, began_s)
+
+
+def _home(order: PullOrder) -> str:
+    return f"{order.lies.home.rstrip('/')}/models" if order.lies.home else HOME_ON_HOSTS
+
+
+def _already_there(order: PullOrder, hosts: Sequence[str], ssh: Ssh) -> OnNodes | None:
+    """Where all hosts have the model already, outside the folder that a pull fills; that one is compared by hash."""
+    if not hosts or order.to or order.source or order.check_again or order.storage != "auto":
+        return None
+    source = model_store.locate(order.model)
+    found = None
+    if source.kind == "hub":
+        with contextlib.suppress(UnreachableError):  # the others get it; who did not answer is named then
+            found = find_on_nodes(ssh, hosts, source, order.lies, least_bytes(source))
+    own = f"{_home(order)}/{source.name}".lstrip("~")
+    return None if found is None or found.folder.endswith(own) else found
+
+
+def _of_hosts(folder: str, hosts: Sequence[str], ssh: Ssh) -> str:
+    """The folder as the hosts know it: a shell writes this machine's home for `~`, which the hosts may not have."""
+    here = str(Path.home())
+    if not hosts or not folder.startswith(f"{here}/"):
+        return folder
+    told = survey(ssh, hosts, Asked(paths=(here,))).values()
+    lacking = [
+        node for node in told if isinstance(node, NodeFacts) and here in node.paths and not node.paths[here].exists
+    ]
+    return f"~{folder.removeprefix(here)}" if lacking else folder
 
 
 def pull_onto_nodes(order: PullOrder, progress: FetchProgress, ssh: Ssh) -> str:
@@ -171,41 +210,18 @@ def _hub_error(repo: str, host: str, error: CorralError) -> CorralError:
     return error
 
 
-_FIND = """
-import glob, json, os, sys
-order = json.loads(sys.stdin.readline())
-for pattern in order["folders"]:
-    for folder in sorted(glob.glob(os.path.expanduser(pattern)), key=os.path.getmtime, reverse=True):
-        if os.path.isfile(os.path.join(folder, "config.json")):
-            sys.exit(print(json.dumps({"folder": folder})))
-"""
-
-
-def _path_in(host: str, answer: str) -> str:
-    """The folder that the host names; empty when it has none."""
-    if "{" not in answer:
-        return ""
-    path = last_object(answer, f"the answer of {host}").get("folder")
-    if not isinstance(path, str) or not path.startswith("/") or len(path) > 4096:
-        raise DataError(f"{host} says that the model is in {str(path)[:100]!r}, which is not a path.", "Look there.")
-    return path
-
-
 def _on_host(order: PullOrder, host: str, ssh: Ssh) -> tuple[str, Origin, str]:
     """The model as a host has it: a path there, the folder named with --to, Corral's own, or the hub's cache."""
     if order.model.startswith(("/", "~")):
-        name, folders = order.model.rstrip("/").rpartition("/")[2], [order.model]
+        name, looked = order.model.rstrip("/").rpartition("/")[2], [order.model]
+        found = find_folder(ssh, [host], looked, 1)
     else:
         source = model_store.locate(order.model)
-        name = source.name
-        cache = f"hub/models--{source.repo.replace('/', '--')}/snapshots/*"
-        folders = [order.to] if order.to else []
-        folders += [f"{HOME_ON_HOSTS}/{name}", f"~/.cache/huggingface/{cache}"]
-    done = ssh.python(host, _FIND, stdin=json.dumps({"folders": folders}).encode() + b"\n").or_raise(f"on {host}")
-    path = _path_in(host, done.stdout)
-    if not path:
-        raise NotFoundError(f"{host} has no {order.model}.", f"Looked for {', '.join(folders)}.")
-    return name, Origin(path, host=host, leave_out=LEFT_OUT), f"{host} has it in {path}"
+        name, looked = source.name, [*([order.to] if order.to else []), *folders(source, order.lies, [host])]
+        found = find_folder(ssh, [host], looked, 1) or find_on_nodes(ssh, [host], source, order.lies, 1)
+    if not found:
+        raise NotFoundError(f"{host} has no {order.model}.", f"Looked for {', '.join(looked)}.")
+    return name, Origin(found.folder, host=host, leave_out=LEFT_OUT), f"{host} has it in {found.folder}"
 
 
 # ------------------------------------------------------------------------------------------------ this machine
@@ -213,7 +229,7 @@ def _pull_here(order: PullOrder, report: Report, ssh: Ssh, began_s: float) -> Pu
     """Fetch as `corral up` would, and check the hashes that the hub promised."""
     if order.source not in ("", "hub"):
         raise UsageError("--from HOST needs a destination.", "Name it with --to FOLDER or --hosts.")
-    source = model_store.locate(order.model)
+    source = located(order.model, order.lies)
 
     def progress(text: str, done: int, total: int) -> None:
         report(Progress(HERE, text, done, total))
@@ -231,7 +247,7 @@ def _pull_here(order: PullOrder, report: Report, ssh: Ssh, began_s: float) -> Pu
         for name in damaged:
             (folder / name).resolve().unlink()
             (folder / name).unlink(missing_ok=True)
-        folder = model_store.fetch(source, progress)
+        folder = model_store.fetch(replace(source, path=""), progress)
     rows = ask_courier(ssh, HERE, "manifest", {"folder": str(folder), "hash": "known", "leave_out": LEFT_OUT},
                        ["manifest"])["files"]  # fmt: skip
     total = sum(row.size for row in rows)

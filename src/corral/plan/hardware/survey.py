@@ -45,7 +45,7 @@ class Asked:
     samples: bool = False  # of what their files hold, too: these are read
     ports: tuple[int, ...] = ()  # which of these are taken, and by whom
     free_ports: int = 0  # how many free ones to find
-    read: str = ""  # a path whose storage is read for 3 s at most
+    read: tuple[str, ...] = ()  # paths; the storage of the first that is there is read for 3 s at most
     limit_s: float = 20.0  # for any one part of the survey
 
 

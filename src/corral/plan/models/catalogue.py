@@ -158,6 +158,12 @@ def find(name: str) -> Entry | None:
     return next((e for e in CATALOGUE.values() if wanted in (repo.lower() for repo in (e.repo, *e.aliases))), None)
 
 
+def repositories(repo: str) -> tuple[str, ...]:
+    """The repository under the name that it has, and under those that it had."""
+    entry = find(repo)
+    return (entry.repo, *entry.aliases) if entry else (repo,)
+
+
 def near(name: str, count: int = 3) -> list[str]:
     """Known names most like `name`."""
     return nearest(name.lower().rsplit("/", 1)[-1], list(CATALOGUE), count)

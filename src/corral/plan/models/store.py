@@ -12,6 +12,7 @@ here. Other programs may use a model of the hub's cache too, so it is removed on
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import threading
 from collections.abc import Callable
@@ -50,7 +51,7 @@ class ModelSource:
     name: str  # what people call it, and the default served name
     kind: str  # folder | hub | embedded
     repo: str = ""
-    path: str = ""
+    path: str = ""  # of its files, where this machine is known to have them
 
 
 def locate(reference: str) -> ModelSource:
@@ -71,12 +72,12 @@ def locate(reference: str) -> ModelSource:
 
 def already_here(source: ModelSource) -> Path | None:
     """The model's folder if nothing has to be fetched."""
-    if source.kind == "folder":
+    if source.path:
         return Path(source.path)
     converted = models_dir() / source.name
     if source.kind == "embedded" and (converted / "config.json").is_file():
         return converted
-    return _cached_snapshot(source.repo)
+    return cached_snapshot(source.repo)
 
 
 def check_access(source: ModelSource) -> None:
@@ -86,16 +87,16 @@ def check_access(source: ModelSource) -> None:
     check_repository(source.repo)
 
 
-def _cached_snapshot(repo: str) -> Path | None:
-    """The newest whole snapshot already in the hub's cache, without asking the network."""
+def cached_snapshot(repo: str, cache: Path | None = None) -> Path | None:
+    """The newest whole snapshot in a cache of the hub, also under an older name; asks no network."""
     from huggingface_hub import snapshot_download
 
-    try:
-        folder = Path(str(snapshot_download(repo, local_files_only=True, ignore_patterns=list(LEFT_OUT))))
-        verify_folder(folder)
-    except Exception:
-        return None
-    return folder
+    for name in catalogue.repositories(repo):
+        with contextlib.suppress(Exception):
+            folder = snapshot_download(name, cache_dir=cache, local_files_only=True, ignore_patterns=list(LEFT_OUT))
+            verify_folder(Path(str(folder)))
+            return Path(str(folder))
+    return None
 
 
 def fetch(source: ModelSource, progress: FetchProgress, weights: bool = True) -> Path:
