@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import errno
 import json
+import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ import pytest
 
 from corral.base.errors import UnreachableError
 from corral.base.files import make_private_dir, write_atomic
+from corral.base.home import deployments_dir, gateway_dir
 from corral.base.processes import Identity, own_identity
 from corral.base.record import dump_json, load_json
 from corral.client.client import Client
@@ -35,10 +39,13 @@ from corral.serve.fleet.record import (
     read_loads,
     write_fleet,
 )
-from corral.serve.gateway.keys import add_key
+from corral.serve.gateway.gateway import Gateway
+from corral.serve.gateway.keys import add_key, keys_file
 from corral.serve.gateway.process import gateway_process
-from corral.serve.gateway.watcher import Watcher, open_source
+from corral.serve.gateway.watcher import GatewaySnapshot, Watcher, open_source
+from tests.storage_faults import unreadable
 from tests.unit.conftest import Corral
+from tests.until import until
 
 
 @contextlib.contextmanager
@@ -210,14 +217,111 @@ def test_a_source_that_cannot_be_read_for_a_moment_keeps_its_servers_and_its_key
     before = watcher.read()
     text = folder.record.read_text()
     folder.record.unlink()
-    assert watcher.read() == before
+    without = watcher.read()
+    assert (without.readings, without.grants) == (before.readings, before.grants)
+    assert len(without.unknown) == 1
     write_atomic(folder.record, text)
     member = DeploymentFolder.of("f-1").record
     member.unlink()  # it is being replaced: it keeps the address that it had
     now = watcher.read()
     assert [one.state for one in now.readings] == [State.UNKNOWN, State.READY]
     assert [one.url for one in now.readings] == [one.url for one in before.readings]
-    assert now.grants == before.grants
+    assert (now.grants, now.unknown) == (before.grants, ())
+
+
+@contextlib.asynccontextmanager
+async def watched(watcher: Watcher) -> AsyncIterator[tuple[str, Callable[[], Awaitable[None]]]]:
+    """A gateway in this process, and what lets it read its files again."""
+    box = Gateway()
+    await box.listen("127.0.0.1", 0)
+
+    async def look() -> None:
+        snapshot = await asyncio.to_thread(watcher.read)
+        box.update(snapshot.readings, snapshot.grants, snapshot.unknown)
+
+    try:
+        yield box.url, look
+    finally:
+        await box.close()
+
+
+async def status_of(url: str, key: str) -> tuple[int, str]:
+    """The status of a request with that key, and its Retry-After."""
+    reader, writer = await asyncio.open_connection(*url.removeprefix("http://").split(":"))
+    try:
+        body = b'{"model": "fake", "prompt": "a", "max_tokens": 1}'
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\n"
+        writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        lines = (await reader.readuntil(b"\r\n\r\n")).decode().lower().split("\r\n")
+        again = [line.partition(": ")[2] for line in lines if line.startswith("retry-after")]
+        return int(lines[0].split()[1]), again[0] if again else ""
+    finally:
+        writer.close()
+
+
+def test_no_good_key_is_refused_while_files_cannot_be_read(fleet: tuple[FleetFolder, dict[str, Any]]) -> None:
+    folder, _ = fleet
+    told: list[str] = []
+    watcher = Watcher([open_source("f")], lambda _: None, told.append)
+    own, alice = folder.key.read_text().strip(), add_key("alice")
+
+    async def through() -> None:
+        async with watched(watcher) as (url, look):
+            await look()
+            assert (await status_of(url, own))[0] == (await status_of(url, alice))[0] == 200
+            assert await status_of(url, "wrong") == (401, "")
+            for path in (folder.record, folder.key, keys_file(), folder.path, gateway_dir(), deployments_dir()):
+                for number in (errno.ESTALE, errno.EIO):
+                    with unreadable(path, number=number):
+                        await look()
+                        assert (await status_of(url, own))[0] == (await status_of(url, alice))[0] == 200, path
+                        unknown = 401 if path == deployments_dir() else 503
+                        assert (await status_of(url, "wrong"))[0] == unknown  # it may be a new one
+                    await look()
+            write_atomic(keys_file(), json.dumps({"file_format": 7, "written_by": "9.9", "keys": []}))
+            await look()
+            assert (await status_of(url, alice))[0] == 200
+            write_atomic(keys_file(), json.dumps({"keys": []}))  # revoked: known, and at once
+            await look()
+            assert await status_of(url, alice) == (401, "")
+            shutil.rmtree(folder.path)
+            await look()
+            assert await status_of(url, own) == (401, "")
+
+    asyncio.run(through())
+    assert any("Corral 9.9" in line and str(keys_file()) in line for line in told)
+    assert len([line for line in told if "read again" in line]) == len([line for line in told if "now:" in line])
+
+
+def test_a_gateway_without_a_good_reading_asks_clients_to_wait(fleet: tuple[FleetFolder, dict[str, Any]]) -> None:
+    folder, _ = fleet
+    watcher = Watcher([open_source("f")], lambda _: None)
+    own, alice = folder.key.read_text().strip(), add_key("alice")
+
+    async def through() -> None:
+        async with watched(watcher) as (url, look):
+            assert await status_of(url, own) == (503, "1")  # it has not looked yet
+            with unreadable(folder.path):
+                await look()
+                assert await status_of(url, own) == (503, "1")
+                assert await status_of(url, alice) == (503, "1")  # good, but whose model it is is not known
+            await look()
+            assert (await status_of(url, own))[0] == (await status_of(url, alice))[0] == 200
+
+    asyncio.run(through())
+
+
+def test_files_are_told_before_any_member_is_asked(fleet: tuple[FleetFolder, dict[str, Any]]) -> None:
+    """A scheduler that answers late delays requests, and refuses none."""
+    told: list[GatewaySnapshot] = []
+    watcher = Watcher([open_source("f")], told.append)
+    watcher.start()
+    until(lambda: len(told) > 1)
+    watcher.stop()
+    assert [one.state for one in told[0].readings] == [State.UNKNOWN, State.UNKNOWN]
+    assert [one.model for one in told[0].readings] == ["fake", "fake"]
+    assert [one.state for one in told[1].readings] == [State.READY, State.READY]
+    assert told[0].grants == told[1].grants
 
 
 def test_a_gateway_comes_back_where_it_was_and_a_second_one_goes_elsewhere(

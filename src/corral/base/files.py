@@ -22,6 +22,7 @@ from corral.node.files import write_atomic
 __all__ = [
     "create_private",
     "existing_file",
+    "is_gone",
     "make_private_dir",
     "read_text",
     "remove_tree",
@@ -41,6 +42,17 @@ def existing_file(given: str | Path, hint: str = "Check the path.") -> Path:
             f"there is no file {str(given)!r}.", f"Did you mean {path.parent / near[0]}?" if near else hint
         )
     return path
+
+
+def is_gone(path: Path) -> bool:
+    """Whether nothing is certainly there; what cannot be asked now (a stale handle, an I/O error) may be there."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def read_text(given: str | Path) -> str:

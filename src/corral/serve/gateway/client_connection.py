@@ -43,7 +43,7 @@ class ConnectionHost(RelayHost, Protocol):
     def handle(self, request: Request, is_local: bool) -> ForwardedRequest | bytes:
         """Accept a request, or answer it; `is_local`: it comes from this machine."""
 
-    def refuse_key(self, extra: bytes = b"") -> bytes:
+    def refuse_key(self, headers: Headers, extra: bytes = b"") -> bytes:
         """The answer to a request without a key that is known."""
 
     def refusal(self, status: int, message: str, *, extra: bytes = b"") -> bytes:
@@ -279,7 +279,7 @@ class ClientConnection(asyncio.Protocol):
         self.progress.enter(ConnectionPhase.CLOSING, _now())
         end = b"connection: close\r\n"
         if refused.status == 401:
-            self.write(self._gateway.refuse_key(end))
+            self.write(self._gateway.refuse_key(self._head[2], end))
         else:
             self.write(self._gateway.refusal(refused.status, refused.message, extra=end))
         if self._transport is not None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from corral.base.record import nearest
 from corral.client.errors import error_body
-from corral.client.http1 import http_url, response
+from corral.client.http1 import Headers, http_url, response
 from corral.client.pool import open_files
 from corral.deploy.deployment.state import ENDED, State
 from corral.serve.connections import SWEEP_S, ConnectionTable, HeldBytes, TimeAway
@@ -31,7 +31,7 @@ from corral.serve.gateway.pool import ModelPool
 from corral.serve.gateway.prompt import BadBodyError, RoutedPrompt, TokenScale, checked_model, read_prompt
 from corral.serve.gateway.relay import GatewayLimits
 from corral.serve.gateway.request import ForwardedRequest, Request
-from corral.serve.gateway.usage import KeyGrant, KeyTable, KeyUser
+from corral.serve.gateway.usage import KeyGrant, KeyTable, KeyUser, offered_key
 
 ENDED_SILENCE_S = 5.0  # a server that has ended sends nothing more: requests that still wait for it are given up
 MOST_WAITING = 50_000
@@ -60,6 +60,8 @@ class Gateway:
         self.pools: dict[str, ModelPool] = {}
         self.keys = KeyTable()
         self.unknown_keys = 0
+        self.unknown: tuple[str, ...] = ("its fleets and keys: not read yet",)  # what cannot be read now
+        self.has_looked = asyncio.Event()  # at its fleets and keys, with or without success
         self.connections: ConnectionTable[ClientConnection] = ConnectionTable(self.limits)
         self.held = HeldBytes(self.limits.held_bytes, self.limits.held_bytes_of_key)
         self._away = TimeAway(SWEEP_S)
@@ -72,10 +74,21 @@ class Gateway:
 
     async def listen(self, host: str, port: int) -> None:
         """Accept clients; port 0 takes a free one."""
-        open_files(2 * self.limits.connections + 64)
-        self._server = await self.loop.create_server(lambda: ClientConnection(self), host, port, backlog=1024)
+        await self.bind(host, port)
+        await self.accept()
+
+    async def bind(self, host: str, port: int) -> None:
+        """Hold the port; clients are refused until `accept`."""
+        self._server = await self.loop.create_server(
+            lambda: ClientConnection(self), host, port, backlog=1024, start_serving=False
+        )
         number = self._server.sockets[0].getsockname()[1]
         self.url = http_url(host, number)
+
+    async def accept(self) -> None:
+        assert self._server is not None
+        open_files(2 * self.limits.connections + 64)
+        await self._server.start_serving()
         self._sweep()
 
     def _sweep(self) -> None:
@@ -110,8 +123,15 @@ class Gateway:
 
     # the members
 
-    def update(self, readings: Sequence[MemberReading], grants: Sequence[KeyGrant]) -> None:
-        """Update members and keys; connections and work of a member at the same address stay."""
+    def update(
+        self, readings: Sequence[MemberReading], grants: Sequence[KeyGrant], unknown: Sequence[str] = ()
+    ) -> None:
+        """Update members and keys; connections and work of a member at the same address stay.
+
+        `unknown` is what cannot be read now: of that, members and keys are as they were.
+        """
+        self.unknown = tuple(unknown)
+        self.has_looked.set()
         before = {(one.name, one.url): one for one in self.members}
         members = []
         for reading in readings:
@@ -173,13 +193,15 @@ class Gateway:
             return self._proxy_status(is_local)
         user = request.user
         if user is None or not self.keys.knows(user):
-            return self.refuse_key()
+            return self.refuse_key(request.headers)
         if request.method in (b"GET", b"HEAD") and (page := self._page(path, user)) is not None:
             return page
         return self._route(request, user)
 
-    def refuse_key(self, extra: bytes = b"") -> bytes:
-        """The answer to a request without a key that is known."""
+    def refuse_key(self, headers: Headers, extra: bytes = b"") -> bytes:
+        """The answer to a request without a key that is known: not for good while files cannot be read."""
+        if self.unknown and offered_key(headers):
+            return self._not_known("the key cannot be checked now", extra)
         self.unknown_keys += 1
         extra += b"www-authenticate: Bearer\r\n"
         return self.refusal(401, "the key is missing or unknown: send 'Authorization: Bearer KEY'", extra=extra)
@@ -195,11 +217,17 @@ class Gateway:
         if model is None:
             return self.refusal(400, f"the request names no model. Known: {self._known(user)}.", param="model")
         pool = self.pools.get(model)
+        if (pool is None or not self.allowed(user, model)) and self.unknown:
+            return self._not_known(f"whether the model {model!r} is served here cannot be read now")
         if pool is None or not self.allowed(user, model):  # alike: a key tells nobody what else is served
             guess = nearest(model, [one for one in self.pools if self.allowed(user, one)], 1)
             hint = f"Did you mean {guess[0]!r}?" if guess else f"Known: {self._known(user)}."
             return self.refusal(404, f"the model {model!r} is not served here for this key. {hint}", param="model")
         return self._admit(pool, user, prompt)
+
+    def _not_known(self, what: str, extra: bytes = b"") -> bytes:
+        """What is asked for may be here: files cannot be read now, so the client is to try again."""
+        return self.refusal(503, f"{what}. Try again in a second.", extra=extra + b"retry-after: 1\r\n")
 
     def _admit(self, pool: ModelPool, user: KeyUser, prompt: RoutedPrompt) -> ForwardedRequest | bytes:
         now, tokens = time.monotonic(), prompt.tokens + prompt.output_tokens
@@ -279,7 +307,8 @@ class Gateway:
     def status(self, user: KeyUser | None = None) -> dict[str, Any]:
         """What `/gateway/status` shows to a key; None: all."""
         status = pages.status(*self._shown(user))
-        return {"route": self.route_name, **status, "figures": self.figures.to_json()}
+        unknown = list(self.unknown) if user is None or user.grant.source else []
+        return {"route": self.route_name, "unknown": unknown, **status, "figures": self.figures.to_json()}
 
     def _proxy_status(self, is_local: bool) -> bytes:
         """What `/proxy/status` shows on this machine, without a key."""

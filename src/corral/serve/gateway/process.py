@@ -42,6 +42,7 @@ from corral.serve.gateway.watcher import GatewaySnapshot, Source, Watcher
 
 FIRST_PORT, PORTS = 18_000, 2_000
 LOAD_S = 1.0
+FIRST_LOOK_S = 5.0  # before clients are accepted
 ENDING_S = 10.0  # for running requests when the gateway is told to end
 LIMITS = GatewayLimits()
 
@@ -166,13 +167,15 @@ async def _serve(process: GatewayProcess, ready: Callable[[str], None], say: Cal
     gateway = Gateway(process.route, process.limits, say, process.title)
     with _ended_by_signal(loop) as ending:
         try:
-            await gateway.listen(process.host, process.port)
+            await gateway.bind(process.host, process.port)
         except OSError as error:
             raise port_refused(process.port, process.host, error, process.port_remedy) from None
-        watcher = Watcher(process.sources, lambda snapshot: _tell(loop, gateway, snapshot))
-        _tell(loop, gateway, await asyncio.to_thread(watcher.read))
-        await asyncio.to_thread(_write_address, process, gateway)
+        watcher = Watcher(process.sources, lambda snapshot: _tell(loop, gateway, snapshot), say)
         watcher.start()
+        with contextlib.suppress(TimeoutError):  # what is not known by then is answered with 503
+            await asyncio.wait_for(gateway.has_looked.wait(), FIRST_LOOK_S)
+        await gateway.accept()
+        await asyncio.to_thread(_write_address, process, gateway)
         tasks = [asyncio.ensure_future(HealthMonitor(gateway).run())]
         tasks.append(asyncio.ensure_future(_write_files(process, gateway)))
         if process.while_open:
@@ -212,7 +215,7 @@ def _ended_by_signal(loop: asyncio.AbstractEventLoop) -> Iterator[asyncio.Event]
 
 def _tell(loop: asyncio.AbstractEventLoop, gateway: Gateway, snapshot: GatewaySnapshot) -> None:
     with contextlib.suppress(RuntimeError):  # the loop has ended
-        loop.call_soon_threadsafe(gateway.update, snapshot.readings, snapshot.grants)
+        loop.call_soon_threadsafe(gateway.update, snapshot.readings, snapshot.grants, snapshot.unknown)
 
 
 # Files
@@ -243,7 +246,8 @@ def _release_address(process: GatewayProcess) -> None:
 async def _write_files(process: GatewayProcess, gateway: Gateway) -> None:
     """The address, and what it has to do for each fleet, while it runs."""
     while True:
-        await asyncio.to_thread(_write_address, process, gateway, True)
+        with contextlib.suppress(OSError):
+            await asyncio.to_thread(_write_address, process, gateway, True)
         for folder in process.fleets():
             text = dump_json(fleet_load(gateway, folder.name))
             with contextlib.suppress(OSError):
