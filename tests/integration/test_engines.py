@@ -32,7 +32,8 @@ def test_the_flags_shipped_with_corral_are_those_of_the_engine(corral: Corral) -
     python = corral.engine / "bin" / "python"
     done = subprocess.run([str(python), str(script)], capture_output=True, text=True, env=corral.env, check=True)
     shipped = json.loads((resources.files("corral") / "data" / "engines" / "flags-0.32.0.json").read_text())
-    assert json.loads(done.stdout.splitlines()[-1])["flags"] == shipped["flags"]
+    listed = json.loads(done.stdout.splitlines()[-1])
+    assert (listed["flags"], listed["tool_parsers"]) == (shipped["flags"], shipped["tool_parsers"])
 
 
 def test_an_interrupted_install_leaves_no_engine_and_two_at_once_make_one(corral: Corral, tmp_path: Path) -> None:

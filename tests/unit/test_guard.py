@@ -146,3 +146,76 @@ def test_a_server_that_drains_takes_nothing_new(tmp_path: Path, monkeypatch: pyt
     assert call(door, "/v1/completions", "wrong", "POST")[0] == 401
     assert call(door, "/metrics", KEY)[0] == 200  # the agent counts what still runs
     assert call(door, "/health")[0] == 200
+
+
+ORIGIN = "https://chat.example.org"
+
+
+def preflight(door: guard.Guard, origin: str, path: str = "/v1/chat/completions") -> int:
+    return exchanged(door, path, "OPTIONS", {"origin": origin, "access-control-request-method": "POST"})[0]
+
+
+def exchanged(
+    door: guard.Guard, path: str, method: str, headers: dict[str, str], app_of: Any = None
+) -> tuple[int, dict[bytes, bytes], bytes]:
+    sent: list[dict[str, Any]] = []
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
+    asyncio.run(door({"type": "http", "path": path, "method": method, "headers": pairs, "app": app_of}, None, send))
+    return sent[0]["status"], dict(sent[0]["headers"]), sent[1]["body"]
+
+
+def test_a_page_of_an_allowed_origin_may_ask_and_can_read_a_refusal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "key").write_text(KEY + "\n")
+    monkeypatch.setenv("CORRAL_KEY_FILE", str(tmp_path / "key"))
+    assert preflight(guard.Guard(app), ORIGIN) == 401  # closed by default
+    monkeypatch.setenv("CORRAL_ALLOWED_ORIGINS", json.dumps([ORIGIN]))
+    door = guard.Guard(app)
+    assert preflight(door, ORIGIN) == 200
+    assert preflight(door, "https://evil.example.org") == 401
+    assert preflight(door, ORIGIN, "/sleep") == 401  # administration answers nobody
+    assert exchanged(door, "/v1/models", "OPTIONS", {"origin": ORIGIN})[0] == 401  # no preflight
+    status, headers, _ = exchanged(door, "/v1/models", "GET", {"origin": ORIGIN})
+    assert (status, headers[b"access-control-allow-origin"]) == (401, ORIGIN.encode())
+    status, headers, _ = exchanged(door, "/v1/models", "GET", {"origin": "https://evil.example.org"})
+    assert (status, b"access-control-allow-origin" in headers) == (401, False)
+
+
+class Route:
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+
+class Application:
+    routes = tuple(map(Route, ("/v1/models", "/v1/chat/completions", "/v1/responses/{id}", "/sleep")))
+
+
+@pytest.mark.parametrize("body", [b'{"detail":"Not Found"}', b'{"error":{"message":"no model x"}}'])
+def test_an_unknown_path_is_an_error_that_openais_sdk_can_show(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: bytes
+) -> None:
+    async def missing(scope: dict[str, Any], receive: Any, send: Any) -> None:
+        headers = [(b"content-length", str(len(body)).encode()), (b"x-request-id", b"r1")]
+        await send({"type": "http.response.start", "status": 404, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    (tmp_path / "key").write_text(KEY + "\n")
+    monkeypatch.setenv("CORRAL_KEY_FILE", str(tmp_path / "key"))
+    status, headers, answer = exchanged(
+        guard.Guard(missing), "/v1/embeddings", "POST", {"authorization": f"Bearer {KEY}"}, Application()
+    )
+    assert (status, headers[b"x-request-id"]) == (404, b"r1")
+    assert int(headers[b"content-length"]) == len(answer)
+    if b"detail" not in body:
+        assert answer == body  # vLLM's own words
+        return
+    error = json.loads(answer)["error"]
+    assert error["type"] == "not_found_error"
+    assert error["message"] == (
+        "this model's server has no path /v1/embeddings; it has: /v1/chat/completions, /v1/models"
+    )

@@ -225,6 +225,17 @@ def asked(requests: Sequence[RowRequest]) -> list[Any]:
     return [request.body["prompt"] for request in requests if isinstance(request.body, Mapping)]
 
 
+def test_a_text_may_begin_as_it_does_for_lm_eval(server: FakeServer, tmp_path: Path) -> None:
+    """lm-evaluation-harness puts the first token before a text, also where the tokenizer itself adds none."""
+    source = write(tmp_path / "rows.jsonl", [ROWS[0]])
+    found: dict[str, float] = {}
+    for prefix in ("bos", "<s>", "none"):
+        out = tmp_path / f"{len(found)}.jsonl"
+        assert job(server, source, out, prefix=prefix).failed == 0
+        found[prefix] = lines(out)[0]["sum_logprob"]
+    assert found["bos"] == found["<s>"] != found["none"]
+
+
 def test_duplicates_are_named(server: FakeServer, tmp_path: Path) -> None:
     source = write(tmp_path / "rows.jsonl", [{"id": "a", "text": "x y"}, {"text": "b"}, {"id": "a", "text": "z"}])
     with pytest.raises(DataError, match="line 3 has the id 'a', which line 1 has already"):

@@ -9,13 +9,15 @@ from __future__ import annotations
 import grp
 import os
 import pwd
+import re
+import shlex
 import shutil
 import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from corral.base.errors import DataError, NotFoundError
+from corral.base.errors import AccessError, DataError, NotFoundError
 from corral.base.record import nearest
 from corral.node.files import write_atomic
 
@@ -24,6 +26,7 @@ __all__ = [
     "existing_file",
     "is_gone",
     "make_private_dir",
+    "read_key",
     "read_text",
     "remove_tree",
     "writable_by_others",
@@ -64,6 +67,22 @@ def read_text(given: str | Path) -> str:
         raise DataError(f"{given} cannot be read: {error.strerror}.", "Check its permissions.") from None
     except UnicodeDecodeError as error:
         raise DataError(f"{given} is not UTF-8 (byte {error.start}).", "Save it as UTF-8.") from None
+
+
+KEY_LENGTHS = range(16, 1025)
+
+
+def read_key(given: str | Path) -> str:
+    """The key in a file that only its owner may read."""
+    path = existing_file(given)
+    if path.stat().st_mode & 0o077:
+        raise AccessError(f"others may read the key in {given}.", f"Run chmod 600 {shlex.quote(str(path))}")
+    key = read_text(path).strip()
+    if len(key) not in KEY_LENGTHS or not re.fullmatch(r"[!-~]+", key):
+        raise DataError(
+            f"{given} holds no usable key.", "Write one line of 16 to 1,024 visible ASCII characters, no spaces."
+        )
+    return key
 
 
 def create_private(path: Path, like: Path | None = None) -> int:

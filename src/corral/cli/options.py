@@ -68,6 +68,23 @@ class TokenCount(click.ParamType[int]):
         return value if isinstance(value, int) else token_count(value)
 
 
+class Origins(click.ParamType[tuple[str, ...]]):
+    """Origins of web pages, with commas between them: https://chat.example.org, http://localhost:3000, or *."""
+
+    name = "origins"
+
+    def convert(
+        self, value: str | tuple[str, ...], param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[str, ...]:
+        if not isinstance(value, str):
+            return value
+        origins = tuple(filter(None, (one.strip().rstrip("/") for one in value.split(","))))
+        for origin in origins:
+            if not re.fullmatch(r"\*|[a-z][a-z0-9+.-]*://[^/\s\"'*@]+", origin):
+                self.fail(f"{origin!r} is not an origin: write https://chat.example.org, or * for all.", param, ctx)
+        return origins
+
+
 def together(*options: Callable[[Any], Any]) -> Callable[[F], F]:
     """Several options as one decorator, in this order on the help page."""
 

@@ -35,7 +35,8 @@ UNFINISHED = 1  # finished, but some rows are in the error file
 @click.option("--overlap", type=click.IntRange(min=1), default=1, show_default=True, metavar="TOKENS",
               help="Context that a window has at least before what it scores.")  # fmt: skip
 @click.option("--prefix", default="auto", show_default=True, metavar="TOKEN",
-              help="Token before texts without context: auto (the BOS), none, or e.g. <|endoftext|>.")  # fmt: skip
+              help="Token before texts without context: auto (what the tokenizer adds), bos (as lm-eval does),"
+                   " none, or e.g. <|endoftext|>.")  # fmt: skip
 @click.option("--special-tokens", is_flag=True, help="Let the tokenizer add its BOS before contexts, too.")
 @click.option("--per-token", is_flag=True, help="Write each token's log-probability and rank.")
 @click.option("--top", type=click.IntRange(0, 1000), default=0, show_default=True, metavar="K",

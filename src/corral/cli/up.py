@@ -17,6 +17,7 @@ from corral.cli.help_pages import GroupedCommand
 from corral.cli.options import (
     PREFIX,
     Duration,
+    Origins,
     chosen_target,
     context_option,
     env_option,
@@ -58,6 +59,7 @@ corral up llama-3.1-8b-instruct --replicas 4 --hosts n0,n1,n2,n3
 HEADINGS = {
     "The model": ("--context", "--concurrency", "--goal", "--set", "--tuned", "--served-name"),
     "Where it runs": ("--on", "--bind", "--port", "--expose"),
+    "What clients may use": ("--tools", "--allowed-origins", "--store-responses", "--key-file"),
     "Options for ssh": (),
     "Options for SLURM": ("--renew", "--max-jobs"),
     "Options for ssh and SLURM": (),
@@ -95,6 +97,20 @@ FIRST_QUESTION = "What is the capital of France?"
     "--link", type=click.Choice(["auto", "native", "ray"]), help="How several nodes are joined (default: auto)."
 )
 @click.option("--expose", is_flag=True, help="Listen on the cluster's network instead of the node itself.")
+@click.option("--tools/--no-tools", default=None, help="Parse tool calls (default: where the model's form is known).")
+@click.option(
+    "--allowed-origins",
+    metavar="ORIGIN,…",
+    type=Origins(),
+    help="Pages that may call it from a browser, such as https://chat.example.org (default: none).",
+)
+@click.option(
+    "--store-responses",
+    is_flag=True,
+    default=None,
+    help="Keep answers of /v1/responses in memory, for previous_response_id.",
+)
+@click.option("--key-file", metavar="FILE", help="File with the key that clients send (default: a new key).")
 @click.option("--patience", "node_s", type=Duration(3), metavar="TIME",
               help="Silence after which a node of several counts as lost"
                    f" (default: {Patience.node_s:g}).")  # fmt: skip

@@ -143,11 +143,11 @@ class Client:
             raise
 
     def post(self, path: str, body: Mapping[str, Any] | bytes) -> asyncio.Future[Page]:
-        """Send a body to a path whose answer is no completion; every status but 200 is an error."""
+        """Send a body (none: GET) to a path whose answer is no completion; every status but 200 is an error."""
         answer: asyncio.Future[Page] = asyncio.get_running_loop().create_future()
         page: asyncio.Future[Page] = asyncio.get_running_loop().create_future()
         raw = self._body(body)
-        exchange = Exchange(self._head(path, "POST", raw), raw, page, _now())
+        exchange = Exchange(self._head(path, "POST" if raw else "GET", raw), raw, page, _now())
         exchange.page = True
         self._limit(exchange, None)
         page.add_done_callback(lambda done: self._pass_on(done, answer))

@@ -12,7 +12,7 @@ import itertools
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 
 from corral.base.errors import EngineError, UsageError
@@ -40,6 +40,7 @@ OWNED = {
     "--served-model-name": "Put --served-name before the `--`.",
     "--api-key": "Leave it out: every deployment has a key of its own, in its key file.",
     "--middleware": "Leave it out: the guard needs it.",
+    "--allowed-origins": "Put --allowed-origins before the `--`.",
     "--uds": "Put --bind before the `--`.",
     "--headless": "Leave it out: the link between the nodes sets it (--hosts, --nodes, --link).",
     "--nnodes": "Leave it out: the link between the nodes sets it (--hosts, --nodes, --link).",
@@ -72,11 +73,13 @@ class FlagList:
     version: str
     takes_value: Mapping[str, bool]
     complete: bool = True  # False: another version's list, good for guesses and no ground to refuse anything
+    tool_parsers: frozenset[str] = frozenset()  # names that --tool-call-parser takes
 
     @classmethod
     def parse(cls, text: str) -> FlagList:
         body = json.loads(text)
-        return cls(body["version"], {name: bool(flag["takes_value"]) for name, flag in body["flags"].items()})
+        takes_value = {name: bool(flag["takes_value"]) for name, flag in body["flags"].items()}
+        return cls(body["version"], takes_value, tool_parsers=frozenset(body.get("tool_parsers", ())))
 
 
 def shipped_flags(version: str = PINNED_VERSION) -> FlagList | None:
@@ -89,8 +92,8 @@ def flags_or_guess(version: str, guess_from: str) -> FlagList:
     """The shipped list of a version, or for one that Corral does not know (or "") that of another as a guess."""
     if shipped := shipped_flags(version):
         return shipped
-    near = shipped_flags(guess_from)
-    return FlagList(version or "(version unknown)", near.takes_value if near else {}, complete=False)
+    near = shipped_flags(guess_from) or FlagList("", {})
+    return replace(near, version=version or "(version unknown)", complete=False)
 
 
 def flag_name(argument: str) -> str:

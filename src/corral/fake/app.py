@@ -96,6 +96,7 @@ class App:
             b"/metrics": self._metrics_page,
             b"/tokenize": self._tokenize,
             b"/detokenize": self._detokenize,
+            b"/tokenizer_info": lambda to, _: self._json(to, {"bos_token": words.FIRST, "eos_token": None}),
         }
 
     def handle(self, to: FakeConnection, request: FakeRequest, arrival: int) -> None:

@@ -29,6 +29,7 @@ _PIECE = re.compile(rb" [^ ]{0,3}|[^ ]{1,4}")
 _FIRST_ID = (0, 0, 1 << 8, (1 << 8) + (1 << 16), (1 << 8) + (1 << 16) + (1 << 24))
 EOS = (1 << 8) + (1 << 16) + (1 << 24) + (1 << 32)
 EOS_TEXT = "</s>"
+FIRST = "<s>"  # a word like others: nothing adds it
 _TAPE_TOKENS = 1 << 16
 _HEAD_TOKENS = 3
 _CONSONANTS = "bcdfghjklmnprstv"

@@ -8,6 +8,11 @@ listed; every other one answers 403, also paths that a later engine adds.
 While the file named by `CORRAL_DRAIN_FILE` exists, new requests are answered 503 and running ones finish. Where
 `CORRAL_ROW_SOCKETS` names a folder, `corral_row_socket` opens a Unix socket there for batches on the same machine.
 
+A browser asks before it sends a key: preflights of pages named by `CORRAL_ALLOWED_ORIGINS` are passed on to vLLM's
+own CORS layer, and refusals carry the header without which a page cannot read them. An unknown path is answered in
+OpenAI's shape. `CORRAL_STORE_RESPONSES` lets `/v1/responses` be continued: it is switched on in this process only,
+because vLLM compiles a model anew for engines that have another environment.
+
 The key is read once from the file named by `CORRAL_KEY_FILE`; it is in no argument, log or environment variable.
 Standard library only, nothing of corral: the file is copied to where the engine runs.
 """
@@ -44,6 +49,10 @@ OPEN_WITH_KEY = frozenset(
     }
 )
 OPEN_PREFIX = "/v1/"
+NOT_FOUND = b'{"detail":"Not Found"}'  # as FastAPI answers
+if os.environ.get("CORRAL_STORE_RESPONSES"):  # on import: before vLLM reads it, after the engine's process started
+    os.environ["VLLM_ENABLE_RESPONSES_API_STORE"] = "1"
+
 CLOSED_UNDER_PREFIX = frozenset({"load_lora_adapter", "unload_lora_adapter"})
 
 
@@ -85,6 +94,7 @@ class Guard:
         self.app = app
         self._digest = load_digest(dict(os.environ))
         self._drain_file = os.environ.get("CORRAL_DRAIN_FILE", "")
+        self._origins = frozenset(json.loads(os.environ.get("CORRAL_ALLOWED_ORIGINS", "[]")))
         self._checked, self._draining = float("-inf"), False
         self._rows: Any = None
 
@@ -101,12 +111,12 @@ class Guard:
             return  # a kind of request that cannot be checked
         refusal = self._refusal(scope)
         if refusal is None:
-            await self.app(scope, receive, send)
+            await self.app(scope, receive, NotFound(scope, send) if scope["type"] == "http" else send)
         elif scope["type"] == "websocket":
             await receive()
             await send({"type": "websocket.close", "code": 1008})
         else:
-            await _answer(send, *refusal)
+            await _answer(send, refusal[0], refusal[1], self._for_browsers(scope))
 
     async def _open_row_socket(self, owner: Any) -> None:
         """Let batches on this machine send rows to this process; without it, they use HTTP."""
@@ -123,6 +133,9 @@ class Guard:
         path = scope["path"]
         if path in OPEN_WITHOUT_KEY and scope.get("method") in ("GET", "HEAD"):
             return None
+        preflight = any(name == b"access-control-request-method" for name, _ in scope["headers"])
+        if preflight and scope.get("method") == "OPTIONS" and is_open(path) and self._for_browsers(scope):
+            return None  # vLLM's CORS layer answers it; nothing behind that layer sees it
         offered = hashlib.sha256(offered_key(scope["headers"])).digest()
         if not hmac.compare_digest(offered, self._digest):
             return 401, "this endpoint needs its owner's key: send 'Authorization: Bearer KEY'"
@@ -135,6 +148,13 @@ class Guard:
             return 503, "this server is about to end: it finishes what runs and accepts nothing new"
         return None
 
+    def _for_browsers(self, scope: Scope) -> List[Tuple[bytes, bytes]]:
+        """The headers that let a page of an allowed origin read an answer."""
+        origins = [value for name, value in scope["headers"] if name == b"origin"]
+        if len(origins) != 1 or not self._origins & {"*", origins[0].decode("latin-1")}:
+            return []
+        return [(b"access-control-allow-origin", origins[0]), (b"vary", b"Origin")]
+
     def _row_refusal(self, path: str) -> Any:
         refusal = self._refusal_to_owner(path, "POST")
         return refusal and (refusal[0], _error_body(*refusal))
@@ -146,14 +166,45 @@ class Guard:
         return self._draining
 
 
+class NotFound:
+    """Sends an answer on; FastAPI's bare `Not Found` becomes an error that OpenAI's SDKs can show."""
+
+    def __init__(self, scope: Scope, send: Send) -> None:
+        self._scope, self._send = scope, send
+        self._start: Any = None
+
+    async def __call__(self, message: Dict[str, Any]) -> None:
+        if message["type"] == "http.response.start" and message["status"] == 404:
+            self._start = message
+            return
+        if self._start is None:
+            await self._send(message)
+            return
+        start, self._start = self._start, None
+        if message.get("body") == NOT_FOUND and not message.get("more_body"):
+            body = _error_body(404, self._sentence())
+            kept = [(name, value) for name, value in start["headers"] if name.lower() != b"content-length"]
+            start = dict(start, headers=[*kept, (b"content-length", str(len(body)).encode())])
+            message = dict(message, body=body)
+        await self._send(start)
+        await self._send(message)
+
+    def _sentence(self) -> str:
+        routes = getattr(self._scope.get("app"), "routes", [])
+        paths = sorted({route.path for route in routes if str(getattr(route, "path", "")).startswith(OPEN_PREFIX)})
+        offered = ", ".join(path for path in paths if "{" not in path and is_open(path))
+        return "this model's server has no path %s; it has: %s" % (self._scope["path"], offered or "/v1/models")
+
+
 def _error_body(status: int, message: str) -> bytes:
-    kind = {401: "authentication_error", 503: "service_unavailable_error"}.get(status, "permission_error")
+    kinds = {401: "authentication_error", 404: "not_found_error", 503: "service_unavailable_error"}
+    kind = kinds.get(status, "permission_error")
     return json.dumps({"error": {"message": message, "type": kind, "param": None, "code": status}}).encode()
 
 
-async def _answer(send: Send, status: int, message: str) -> None:
+async def _answer(send: Send, status: int, message: str, more: List[Tuple[bytes, bytes]]) -> None:
     body = _error_body(status, message)
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *more]
     if status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
     if status == 503:  # the second is for `corral proxy`: ask another server, this one is about to end

@@ -113,12 +113,12 @@ class DeploymentFolder:
             raise NotFoundError(f"{self.name!r} has no rank {rank}.", f"It has: {', '.join(map(str, known))}.")
         return self.rank(rank)
 
-    def create(self) -> None:
-        """Make the folder with a new key; the folder of an earlier deployment of the name is set aside."""
+    def create(self, key: str = "") -> None:
+        """Make the folder, with this key or a new one; that of an earlier deployment of the name is set aside."""
         make_private_dir(deployments_dir())
         self.set_aside()
         make_private_dir(self.path)
-        write_atomic(self.key, secrets.token_urlsafe(32) + "\n")
+        write_atomic(self.key, (key or secrets.token_urlsafe(32)) + "\n")
         write_atomic(self.token, secrets.token_hex(32))
 
     def set_aside(self) -> None:

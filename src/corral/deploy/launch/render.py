@@ -6,7 +6,8 @@ the path of its file.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import json
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -111,6 +112,9 @@ class Order:
     ports: Ports
     base_url: str
     files: tuple[PlacedFile, ...] = ()  # that the target needs on the nodes
+    tool_args: tuple[str, ...] = ()  # that switch tool calls on
+    allowed_origins: tuple[str, ...] = ()
+    store_responses: bool = False
     extra_args: tuple[str, ...] = ()
     extra_env: Mapping[str, str] = field(default_factory=dict)
     patience: Patience = field(default_factory=Patience)
@@ -150,6 +154,8 @@ _OWN = (
     "CORRAL_KEY_FILE",
     "CORRAL_DRAIN_FILE",
     "CORRAL_ROW_SOCKETS",
+    "CORRAL_ALLOWED_ORIGINS",
+    "CORRAL_STORE_RESPONSES",
     "CORRAL_LAUNCH",
     "PYTHONPATH",
     "PYTHONHOME",
@@ -209,7 +215,7 @@ def _rank(plan: Plan, order: Order, runtime: Runtime, linked: LinkedRank) -> Ran
         order.model_path,
         f"--served-model-name={order.served_name}",  # one word: the name may begin with a dash
         *plan.engine_args,
-        *(_serve_arguments(serve) if serve else ()),
+        *(_serve_arguments(serve, order, runtime.flags().takes_value) if serve else ()),
         *linked.arguments,
         *order.extra_args,
     ]
@@ -267,9 +273,18 @@ def server_url(host: str, port: int) -> str:
     return http_url(host, port) + "/v1"
 
 
-def _serve_arguments(serve: Serve) -> list[str]:
+_FOR_CLIENTS = (
+    "--enable-prompt-tokens-details",  # the gateway reads them
+    "--enable-request-id-headers",  # `_request_id` of OpenAI's SDK
+    "--enable-tokenizer-info-endpoint",  # lm-eval reads the special tokens there
+)
+
+
+def _serve_arguments(serve: Serve, order: Order, known: Collection[str]) -> list[str]:
     port = str(serve.port or "@PORT@")  # 0: chosen on the node
-    more = ["--disable-uvicorn-access-log", "--enable-prompt-tokens-details"]  # the gateway reads the latter
+    origins = json.dumps(list(order.allowed_origins))  # vLLM's own default is every page of every browser
+    more = ["--disable-uvicorn-access-log", *(flag for flag in _FOR_CLIENTS if flag in known)]
+    more += ["--allowed-origins", origins, *order.tool_args]
     return ["--host", serve.host, "--port", port, "--middleware", GUARD, *more]
 
 
@@ -284,6 +299,8 @@ def _common_env(order: Order, nodes: int) -> dict[str, str]:
         "CORRAL_KEY_FILE": str(order.folder.key),
         "CORRAL_DRAIN_FILE": str(order.folder.rank(0).drain),
         "CORRAL_ROW_SOCKETS": str(order.folder.rank(0).path),
+        **({"CORRAL_ALLOWED_ORIGINS": json.dumps(list(order.allowed_origins))} if order.allowed_origins else {}),
+        **({"CORRAL_STORE_RESPONSES": "1"} if order.store_responses else {}),
         "PYTHONPATH": str(order.folder.node_files),
         "PYTHONUNBUFFERED": "1",
         # the model is on disk, and a start must not depend on the hub; only commands to paste have a hub id

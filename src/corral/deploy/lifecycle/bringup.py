@@ -79,7 +79,8 @@ def _bring_up_once(request: DeployRequest, report: Reporter, wait: bool, hooks: 
     if decision.inventory.gpu:
         _tell(decision, report)
     hooks.refuse(decision.name)
-    folder = deployments.claim(record, lambda who: report.note(f"waiting for {who}, which uses the same name"))
+    key = request.api.key()
+    folder = deployments.claim(record, lambda who: report.note(f"waiting for {who}, which uses the same name"), key)
     with _released_on_failure(folder):
         hooks.prepare(folder, decision)
         _stage_and_launch(decision, target, record, folder, report)

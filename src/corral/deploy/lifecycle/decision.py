@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from corral.base.errors import AccessError, DoesNotFitError, UnreachableError, UsageError
+from corral.base.files import read_key
 from corral.deploy.deployment.folder import checked_name
 from corral.deploy.deployment.state import Patience
 from corral.deploy.targets.base import NodeFiles, Target, load_target
@@ -21,6 +22,7 @@ from corral.engines.locks import FLAVOURS
 from corral.engines.runtimes.base import NodeSide, Runtime, make_runtime
 from corral.engines.runtimes.ray import refuse_known_lack
 from corral.engines.settings import joined, read_back
+from corral.engines.tool_calls import parser_for, tool_arguments
 from corral.plan.choose import make_plan
 from corral.plan.contract import Goal, Plan
 from corral.plan.hardware.inventory import Inventory, NodeSlice, within
@@ -31,6 +33,20 @@ from corral.plan.models.facts import read_facts
 from corral.plan.models.store import EMBEDDED, ModelSource
 from corral.plan.places import Storage, located
 from corral.plan.settings import refuse_flags
+
+
+@dataclass(frozen=True)
+class ApiOptions:
+    """What clients may use of an endpoint, and from where; None: as by default."""
+
+    tools: bool = True  # tool calls are parsed where the model's form is known
+    allowed_origins: tuple[str, ...] = ()  # pages of these origins may call it from a browser
+    store_responses: bool = False  # `previous_response_id` of /v1/responses; kept in the server's memory
+    key_file: str | None = None  # holds the key of the endpoint, in place of a new one
+
+    def key(self) -> str:
+        """The key in that file, checked; empty where none is named."""
+        return read_key(self.key_file) if self.key_file else ""
 
 
 @dataclass(frozen=True)
@@ -53,6 +69,7 @@ class DeployRequest:
     fixed: Mapping[str, object] = field(default_factory=dict)
     extra_args: tuple[str, ...] = ()
     extra_env: Mapping[str, str] = field(default_factory=dict)
+    api: ApiOptions = field(default_factory=ApiOptions)
     patience: Patience = field(default_factory=Patience)
     storage: Storage = field(default_factory=Storage)  # where a profile says that models lie
     share: NodeSlice = field(default_factory=NodeSlice)  # of machines that several deployments share
@@ -60,10 +77,9 @@ class DeployRequest:
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> DeployRequest:
-        """From keyword arguments; `goal`, `patience` and `storage` have keyword arguments themselves (`merged`)."""
-        goal, patience = Goal(**arguments.get("goal", {})), Patience(**arguments.get("patience", {}))
-        storage = Storage(**arguments.get("storage", {}))
-        return cls(**{**arguments, "goal": goal, "patience": patience, "storage": storage})
+        """From keyword arguments, where these have keyword arguments themselves (see `merged`)."""
+        kinds = {"goal": Goal, "patience": Patience, "api": ApiOptions, "storage": Storage}
+        return cls(**{**arguments, **{name: kind(**arguments.get(name, {})) for name, kind in kinds.items()}})
 
 
 @dataclass(frozen=True)
@@ -78,13 +94,15 @@ class DeployDecision:
     plan: Plan
     inventory: Inventory
     engine_version: str = ""  # where it is known
+    tool_arguments: tuple[str, ...] = ()  # of `vllm serve`, that switch tool calls on
 
     def notes(self) -> list[str]:
         """What was decided without a request; shown before anything starts."""
-        precision = self.plan.precision
+        precision, parser = self.plan.precision, self.tool_arguments[-1:]
         because = next((r.because for r in self.plan.reasons if r.field == "precision.weights"), "")
         notes = [self.inventory.note] if self.inventory.note else []
         notes += [f"warning: {warning}" for warning in self.plan.warnings]
+        notes += [f"tool calls are read by vLLM's parser {name}; --no-tools switches them off" for name in parser]
         if self.inventory.gpu is None and precision.weights != self.plan.model.weights:
             return [f"{self.source.name} is served in {precision.weights}: {because}", *notes]
         if precision.how == "native":
@@ -109,6 +127,7 @@ class Preview:
 def decide(request: DeployRequest, target: Target, preview: Preview | None = None) -> DeployDecision:
     """Choose and check; raises what can be refused now. Installs, fetches and starts nothing."""
     request = as_planned(request)
+    request.api.key()  # a file that cannot be used is refused first
     inventory = within((preview.inventory if preview else None) or target.inventory(), request.share)
     flavour = _flavour(request, inventory)
     source = located(request.model or _fitting_model(inventory, request), request.storage)
@@ -125,7 +144,15 @@ def decide(request: DeployRequest, target: Target, preview: Preview | None = Non
         if not offline:
             model_store.check_access(source)
     target.check(plan)
-    return DeployDecision(request, name, source, served, flavour, plan, inventory, runtime.version)
+    tools = _tool_arguments(request, source, runtime)
+    return DeployDecision(request, name, source, served, flavour, plan, inventory, runtime.version, tools)
+
+
+def _tool_arguments(request: DeployRequest, source: ModelSource, runtime: Runtime) -> tuple[str, ...]:
+    if not request.api.tools:
+        return ()
+    parser = parser_for([source.name, source.repo.rpartition("/")[2]], source.path)
+    return tuple(tool_arguments(parser, request.extra_args, runtime.flags()))
 
 
 def _checked_runtime(request: DeployRequest, target: Target, flavour: str) -> Runtime:

@@ -110,14 +110,14 @@ class HeldJob:
     submitted_s: float | None = None
 
 
-def claim(record: Record, on_wait: Callable[[str], None]) -> DeploymentFolder:
-    """Take a name for a new deployment; refuse it while another deployment holds it."""
+def claim(record: Record, on_wait: Callable[[str], None], key: str = "") -> DeploymentFolder:
+    """Take a name for a new deployment, with this key or a new one; refuse it while another deployment holds it."""
     name = record.name
     folder = DeploymentFolder.of(name)
     with exclusive_lock(deployments_dir() / f".{folder.path.name}.lock", on_wait):
         if folder.record.is_file():
             _refuse_living(folder)
-        folder.create()
+        folder.create(key)
         save_record(folder.record, record)
     return folder
 

@@ -27,6 +27,7 @@ from corral.plan.models.facts import ModelFacts
 # options of a command that a profile does not have
 PASSED_ON = ("name", "served_name", "flavour")
 GOAL = ("context", "concurrency", "goal")
+API = ("tools", "allowed_origins", "store_responses", "key_file")  # of `ApiOptions`
 
 # one setting with several names: a command's value replaces all that a profile sets
 _SAME_SETTING = (("max_model_len", "context"), ("weights", "dtype", "quantization"))
@@ -52,7 +53,7 @@ def merged(profile: Profile, flags: Mapping[str, Any]) -> dict[str, Any]:
 
     patience_names = [field.name for field in fields(Patience)]
     given = {name: value for name, value in flags.items() if value is not None}
-    known = {*PASSED_ON, *GOAL, *patience_names, *_settings_of(Profile()), "extra_args", "extra_env", "fixed"}
+    known = {*PASSED_ON, *GOAL, *API, *patience_names, *_settings_of(Profile()), "extra_args", "extra_env", "fixed"}
     if unknown := given.keys() - known:
         raise TypeError(f"a request has no {', '.join(sorted(unknown))}")
     base = _settings_of(profile)
@@ -74,6 +75,7 @@ def merged(profile: Profile, flags: Mapping[str, Any]) -> dict[str, Any]:
     own_patience = {"restarts": defaults.restart, "stall_s": defaults.stall}
     patience = {name: given.get(name, own_patience.get(name)) for name in patience_names}
     result["patience"] = {name: value for name, value in patience.items() if value is not None}
+    result["api"] = {name: given[name] for name in API if name in given}
     result = {name: value for name, value in result.items() if value is not None}
     _refuse_unfinished(profile, result)
     _refuse_beyond_limits(profile, result)

@@ -1,4 +1,4 @@
-"""Runs inside an engine's environment: prints every flag that its `vllm serve` accepts, as JSON."""
+"""Runs inside an engine's environment: prints every flag that its `vllm serve` accepts, and its tool parsers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ def main() -> None:
         for action in parser._actions
         for option in action.option_strings
     }
-    sys.stdout.write(json.dumps({"version": vllm.__version__, "flags": flags}) + "\n")
+    managers = ["vllm.tool_parsers", "vllm.entrypoints.openai.tool_parsers"]
+    tool_parsers = first_attribute(managers, "ToolParserManager").list_registered()
+    document = {"version": vllm.__version__, "flags": flags, "tool_parsers": sorted(tool_parsers)}
+    sys.stdout.write(json.dumps(document) + "\n")
 
 
 if __name__ == "__main__":

@@ -118,7 +118,9 @@ def prepare_fleet(request: DeployRequest, order: FleetOrder, report: Reporter) -
         keep=order.keep,
     )
     _free_the_name(fleet)
-    folder = create_fleet(fleet)
+    folder = create_fleet(fleet, request.api.key())
+    if request.api.key_file:  # members made later have the key, too, wherever the file is by then
+        request = replace(request, api=replace(request.api, key_file=str(folder.key)))
     save_record(folder.request, replaceable(request, decision))
     append_event(folder.events, "made", text=f"{fleet.name}: {order.size.text}")
     return folder

@@ -238,8 +238,8 @@ class FleetFolder:
 # The record
 
 
-def create_fleet(fleet: Fleet) -> FleetFolder:
-    """Make a fleet's folder with a new key; refuses a name that is in use."""
+def create_fleet(fleet: Fleet, key: str = "") -> FleetFolder:
+    """Make a fleet's folder with this key or a new one; refuses a name that is in use."""
     folder = FleetFolder.of(fleet.name)
     refuse_fleet_name(fleet.name)
     if DeploymentFolder.of(fleet.name).record.is_file():
@@ -250,7 +250,7 @@ def create_fleet(fleet: Fleet) -> FleetFolder:
     folder.set_aside()
     make_private_dir(folder.gateways)
     folder.path.chmod(0o700)
-    write_atomic(folder.key, secrets.token_urlsafe(32) + "\n")
+    write_atomic(folder.key, (key or secrets.token_urlsafe(32)) + "\n")
     write_fleet(folder, fleet)
     return folder
 

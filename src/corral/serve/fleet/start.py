@@ -41,7 +41,8 @@ def create_chain(folder: DeploymentFolder, request: DeployRequest, max_jobs: int
     """Make the deployment whose folder this is the first of a chain."""
     chain = FleetFolder(folder.path)
     make_private_dir(chain.gateways)
-    save_record(chain.request, replace(request, name=folder.name))
+    api = replace(request.api, key_file=None)  # successors get the chain's own key
+    save_record(chain.request, replace(request, name=folder.name, api=api))
     model = request.served_name or folder.name
     first = FleetMember(folder.name)
     write_fleet(

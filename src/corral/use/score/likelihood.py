@@ -32,7 +32,7 @@ _FIELDS = ("id", "text", "context", "continuation", "choices", "answer")
 
 @dataclass(frozen=True)
 class ScoreOptions:
-    """How to score. `prefix` comes before a text without context: `auto` (the tokenizer's), `none`, or a token."""
+    """How to score. `prefix` comes before a text without context: `auto`, `bos`, `none`, or a token."""
 
     too_long: str = "refuse"  # or "window"
     window: int | None = None  # tokens; None: as many as the model takes

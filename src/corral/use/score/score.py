@@ -109,6 +109,9 @@ class Scoring:
     def _learn(self) -> Steps[None]:
         """Learn the model's length, and the token before texts."""
         wanted = self.options.prefix
+        if wanted == "bos":  # as lm-eval: the first token, or the last one where a model has no first
+            [info] = yield [RowRequest("/tokenizer_info", b"", page=True)]
+            wanted = _special_token(info)
         named = [] if wanted in ("auto", "none") else [_tokenize(wanted, False)]
         first, *rest = yield [_tokenize("", True), *named]
         answer = _read_tokens(first)
@@ -175,6 +178,17 @@ def _read_tokens(page: Page) -> dict[str, Any]:
         raise MalformedReplyError("/tokenize did not answer with tokens.", "Scoring needs vLLM's.") from None
 
 
+def _special_token(page: Page) -> str:
+    try:
+        found = page.json()
+        token = next(found[name] for name in ("bos_token", "eos_token") if found.get(name))
+        return str(token["content"] if isinstance(token, dict) else token)
+    except (ValueError, KeyError, TypeError, AttributeError, StopIteration):
+        raise MalformedReplyError(
+            "/tokenizer_info has neither a first nor a last token.", "Name the token: --prefix TOKEN."
+        ) from None
+
+
 class Scorer:
     """Scores rows that are in memory, on one server."""
 
@@ -202,9 +216,9 @@ class Scorer:
             return await retried(partial(self.client.request, request.path, request.body))
 
     async def _page(self, request: RowRequest) -> Page:
-        assert not isinstance(request.body, bytes)
         endpoint = self.client.endpoint
-        page = await self.client.page(request.path, {"model": endpoint.model, **request.body}, timeout_s=120)
+        body = None if isinstance(request.body, bytes) else {"model": endpoint.model, **request.body}
+        page = await self.client.page(request.path, body, timeout_s=120)
         if page.status != 200:
             raise error_from_status(page.status, page.body, None, endpoint.root)
         return page

@@ -37,7 +37,7 @@ class RowRequest(NamedTuple):
     """One request of a row; a mapping gets the endpoint's model unless it names one."""
 
     path: str
-    body: Mapping[str, Any] | bytes
+    body: Mapping[str, Any] | bytes  # b"" with `page`: GET
     weight: int = 0  # what it takes of `RunnerSettings.most_weight`
     page: bool = False  # the answer is no completion (`/tokenize`)
 
