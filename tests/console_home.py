@@ -115,6 +115,7 @@ def make_fleet(name: str, model: str, members: tuple[str, ...], gateway: str = "
     """A fleet of deployments that were made; `gateway` is where it is reached."""
     count, who = len(members), tuple(map(FleetMember, members))
     folder = create_fleet(Fleet(name, model, 1, max(4, count), count, time.time() - 900, who))
+    write_atomic(folder.keeper, dump_json(own_identity()))
     if gateway:
         address = urlsplit(gateway)
         assert address.hostname is not None

@@ -20,6 +20,7 @@ from corral.base.files import write_atomic
 from corral.base.lock import FileLock, Stillness, lock_holder
 from corral.base.processes import Identity, own_identity
 from corral.base.record import dump_json
+from corral.console.statuses import fleet_row
 from corral.deploy.deployment.state import State
 from corral.serve.fleet import keeper, processes, status
 from corral.serve.fleet.keeper import keep
@@ -301,9 +302,11 @@ def test_a_dead_keeper_is_the_first_line(herd: FleetFolder) -> None:
     assert shown.out.startswith("no keeper runs for herd (the last one, process ")
     assert "`corral fleet keep herd` starts one" in shown.out.splitlines()[0]
     assert in_this_process("status", "herd").out.startswith("warning")
+    assert str(fleet_row(herd)["warning"]).startswith("no keeper runs for herd")  # of the console
     hold(herd.keeper, own_identity())
     assert "no keeper" not in in_this_process("ps").out
     assert fleet_status(herd).kept is True
+    assert fleet_row(herd)["warning"] is None
     herd.keeper.unlink()
     assert fleet_status(herd).kept is False
     herd.keeper.mkdir()  # reading it fails: whether there is one is unknown

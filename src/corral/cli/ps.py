@@ -8,7 +8,7 @@ from corral.cli.options import json_option
 from corral.deploy.deployment.state import ENDED, State
 from corral.deploy.lifecycle.deployments import statuses
 from corral.lab.report.screen import print_json, print_table
-from corral.lab.report.status import deployment_row, fleet_rows, unkept
+from corral.lab.report.status import deployment_row, fleet_rows
 from corral.serve.fleet.record import all_fleets
 from corral.serve.fleet.status import fleet_status
 
@@ -23,7 +23,7 @@ def command(show_all: bool, as_json: bool) -> None:
         print_json([*deployments, *fleets])
         return
     fleets = [fleet for fleet in fleets if show_all or fleet.state not in ENDED]
-    for warning in filter(None, map(unkept, fleets)):
+    for warning in filter(None, (fleet.warning for fleet in fleets)):
         click.echo(warning)
     rows = [row for fleet in fleets for row in fleet_rows(fleet)]
     members = {one.name for fleet in fleets for one in fleet.members}

@@ -336,6 +336,7 @@ def fleet_row(folder: FleetFolder) -> Row:
         "state": now.state.value,
         "ended": now.state in ENDED,
         "text": now.text,
+        "warning": now.warning or None,
         "model": now.model,
         "least": now.least,
         "most": now.most,

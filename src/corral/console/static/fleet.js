@@ -35,10 +35,11 @@ function list(root, ctx) {
   const search = el("input", { type: "search", placeholder: "Find by name, model, state, node…", "aria-label": "Find deployments" });
   const counts = el("span", { class: "dim" });
   const body = el("div", { class: "stack-wide" }, el("p", { class: "dim" }, "Looking…"));
+  const warnings = el("div", {});
   const cards = new Map(); // key -> {row, node, tick}
   let known = [], now = 0;
   const start = ctx.readOnly ? null : el("a", { class: "button primary", href: "#/fleet/start" }, "Start a model");
-  fill(root, el("div", { class: "head" }, el("h1", {}, "Fleet"), counts, el("span", { class: "push find" }, search), start), body);
+  fill(root, el("div", { class: "head" }, el("h1", {}, "Fleet"), counts, el("span", { class: "push find" }, search), start), warnings, body);
   search.addEventListener("input", () => arrange());
 
   function arrange() {
@@ -77,6 +78,7 @@ function list(root, ctx) {
       const keys = new Set(rows.map((row) => row.key));
       for (const key of cards.keys()) if (!keys.has(key)) cards.delete(key);
       known = rows;
+      fill(warnings, rows.filter((row) => row.warning).map((row) => el("p", { class: "problem", role: "alert" }, sentence(row.warning))));
       if (changed || !rows.length) arrange();
     },
     tick(at) { for (const one of cards.values()) one.tick?.(at); },

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import time
 from collections.abc import Sequence
 
@@ -54,22 +53,11 @@ def _load_text(one: MemberStatus) -> str:
     return f"{one.load.running} running{judged}"
 
 
-def unkept(fleet: FleetStatus) -> str:
-    """What to say first of a fleet whose keeper is dead; empty where all is well or nothing is known."""
-    if fleet.kept is not False or fleet.state is State.STOPPED:
-        return ""
-    last = fleet.keeper.removeprefix("none").removeprefix("; ")
-    return (
-        f"no keeper runs for {fleet.name}{f' ({last})' if last else ''}: members that end are not replaced."
-        f" `corral fleet keep {shlex.quote(fleet.name)}` starts one; `corral service install` does so after a boot."
-    )
-
-
 def fleet_lines(fleet: FleetStatus) -> list[str]:
     """Everything about a fleet, one fact per line, then its members."""
     size = str(fleet.wanted) if fleet.least == fleet.most else f"{fleet.wanted}, of {fleet.least} to {fleet.most}"
     rows = [
-        *([("warning", warning)] if (warning := unkept(fleet)) else []),
+        *([("warning", warning)] if (warning := fleet.warning) else []),
         ("fleet", fleet.name),
         ("state", f"{fleet.state.value}: {fleet.text}"),
         ("model", fleet.model),

@@ -79,6 +79,18 @@ class FleetStatus:
     keeper: str  # which, or since when there is none
     members: tuple[MemberStatus, ...]
 
+    @property
+    def warning(self) -> str:
+        """What to say first where the keeper is dead; empty where all is well or nothing is known."""
+        if self.kept is not False or self.state is State.STOPPED:
+            return ""
+        last = self.keeper.removeprefix("none").removeprefix("; ")
+        return (
+            f"no keeper runs for {self.name}{f' ({last})' if last else ''}: members that end are not replaced."
+            f" `corral fleet keep {shlex.quote(self.name)}` starts one;"
+            " `corral service install` does so after each boot."
+        )
+
 
 def fleet_status(folder: FleetFolder) -> FleetStatus:
     """A fleet with all its members."""
