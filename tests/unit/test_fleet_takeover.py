@@ -217,7 +217,7 @@ def test_a_gateway_of_another_machine_is_enough_while_it_writes(
             clock[0] += SILENT_S
     assert Path.iterdir is real
     assert started == []
-    ensure_gateway(herd, lambda _: None)
+    ensure_gateway(herd, lambda _: None, stands_by=True)  # it has watched them before it takes its place
     clock[0] += SILENT_S + 1
     ensure_gateway(herd, lambda _: None, stands_by=True)
     assert started == []
@@ -281,7 +281,7 @@ def test_status_says_where_to_go_from_elsewhere(herd: FleetFolder, monkeypatch: 
     change_fleet(herd, lambda fleet: replace(fleet, members=(FleetMember("herd-1"),)))
     found = seen_from_here(herd, "127.0.0.1")
     assert found.endpoint is None
-    assert "its gateway listens on login1 only" in found.text
+    assert "Its gateway listens on login1 only" in found.text
     assert "ssh -N -L 18001:127.0.0.1:18001 login1" in found.text
     found = seen_from_here(herd, "0.0.0.0")
     assert found.endpoint is not None

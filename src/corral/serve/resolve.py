@@ -172,7 +172,7 @@ def fleet_endpoint(folder: FleetFolder) -> Endpoint:
     if not gateway.is_reachable:
         raise ConflictError(
             f"the gateway of the fleet {folder.name!r} cannot be reached from this machine.",
-            f"{not_here(folder.name, gateway).capitalize()}.",
+            not_here(folder.name, gateway),
         )
     return Endpoint(f"{gateway.url}/v1", fleet.model, str(folder.key))
 

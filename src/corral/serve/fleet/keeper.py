@@ -76,7 +76,7 @@ def keep(
     While another keeper works, this one ends, or waits to take its place (`stands_by`, and every keeper of a chain).
     """
     chain = read_fleet(folder).chain
-    held = _stand_by(folder, say, wanted, once) if chain or stands_by else _refuse(folder, say)
+    held = _stand_by(folder, say, wanted, once) if chain or stands_by else _refuse(folder, say, wanted)
     while True:
         try:
             with FileLock(folder.keeper, held, SILENT_S, BEAT_S, watched=True) as lock:
@@ -129,7 +129,9 @@ class _NotNeededError(Exception):
     """Another keeper does the work of this one."""
 
 
-def _refuse(folder: FleetFolder, say: Callable[[str], None]) -> Callable[[Identity], None]:
+def _refuse(
+    folder: FleetFolder, say: Callable[[str], None], wanted: Callable[[], bool]
+) -> Callable[[Identity], None]:
     """Refuse while another keeper works; one on another machine is watched until it gives a sign, or is dead."""
     seen: list[tuple[Identity, int]] = []
 
@@ -140,7 +142,12 @@ def _refuse(folder: FleetFolder, say: Callable[[str], None]) -> Callable[[Identi
                 who = f"process {holder.pid} on {holder.host}"
                 say(f"{who} is its keeper; taking its place if it is silent for {SILENT_S:.0f} s")
             if seen[-1] == seen[0]:
-                return _pause(INTERVAL_S, lambda: True)
+                with contextlib.suppress(CorralError, OSError):
+                    ensure_gateway(folder, say, stands_by=True)
+                _pause(INTERVAL_S, wanted)
+                if wanted():
+                    return
+                raise _NotNeededError(STOPPED)
         raise ConflictError(
             f"the fleet {folder.name!r} already has a keeper: process {holder.pid} on {holder.host}.",
             f"There is nothing to do. To run the keeper here instead, stop that one first: kill {holder.pid}",

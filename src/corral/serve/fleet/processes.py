@@ -56,7 +56,7 @@ def ensure_gateway(folder: FleetFolder, say: Callable[[str], None], stands_by: b
     here = [one for one in own if one.is_here()]
     if any(not one.is_gone() for one in here):
         return
-    if not here and (stands_by or _serve_elsewhere(folder, own)):
+    if not here and (_serve_elsewhere(folder, own) or stands_by):  # in this order: who stands by watches them as well
         return
     if time.monotonic() - _STARTED_S.get(folder.path, float("-inf")) < GATEWAY_PAUSE_S:
         return

@@ -138,9 +138,9 @@ def keeper_status(folder: FleetFolder) -> tuple[bool | None, str]:
 def not_here(name: str, gateway: GatewayAddress) -> str:
     """Where to go when the only gateway listens on the loopback address of another machine."""
     return (
-        f"its gateway listens on {gateway.machine} only. Use it there, start another one here"
+        f"Its gateway listens on {gateway.machine} only. Use it there, start another one here"
         f" (`corral gateway {shlex.quote(name)}`), or open a tunnel"
-        f" (`ssh -N -L {gateway.port}:127.0.0.1:{gateway.port} {gateway.machine}`)"
+        f" (`ssh -N -L {gateway.port}:127.0.0.1:{gateway.port} {gateway.machine}`)."
     )
 
 
@@ -168,7 +168,7 @@ def _state(
     if fleet.closed:
         return State.STOPPED, fleet.closed
     if ready and gateways:
-        return State.READY, count if gateways[0].is_reachable else f"{count}; {not_here(fleet.name, gateways[0])}"
+        return State.READY, count if gateways[0].is_reachable else f"{count}. {not_here(fleet.name, gateways[0])}"
     if ready:
         return State.STARTING, f"{count}; its gateway is not running yet"
     states = [one.state for one in members if one.state and one.state not in ENDED]
