@@ -178,7 +178,7 @@ def test_plan_reads_arguments_after_the_dashes(capsys: pytest.CaptureFixture[str
     code, out = run(*words)
     assert code == 0
     plan = json.loads(out)
-    assert plan["parallel"] == {"tensor": 8, "pipeline": 2, "data": 1}
+    assert plan["parallel"] == {"tensor": 8, "pipeline": 2, "data": 1, "expert": False}
     assert plan["precision"]["weights"] == "fp16"
     code, out = run("llama-3.1-8b", "--gpus", "1xH100", "--", "--max-model-len", "4K", "--seed", "7")
     assert code == 0

@@ -11,11 +11,12 @@ import pytest
 from huggingface_hub import HfApi
 from huggingface_hub.errors import NotASafetensorsRepoError
 
-from corral.base.errors import AccessError, CorralError, DataError, NotFoundError, UnreachableError
+from corral.base.errors import AccessError, CorralError, DataError, NotFoundError, UncountedError, UnreachableError
 from corral.base.record import from_json, to_json
 from corral.plan.models import catalogue
 from corral.plan.models.facts import ModelFacts, facts_from_config, facts_from_entry, facts_from_folder, read_facts
 from corral.plan.models.hub import Repository, read_repository
+from corral.plan.models.weights import Tensor
 
 
 def _config(
@@ -123,12 +124,19 @@ def test_quantised_checkpoints(name):
     assert facts.parameters == 8_030_261_248
 
 
-def test_unknown_family_is_said_to_be_unknown():
-    config = _config("mamba9", 1024, 4096, 8, 16, 16, 32000)
-    facts = facts_from_config(config, "new", "new", "hub")
-    assert not facts.known
-    assert "not a family Corral knows" in facts.notes[0]
-    assert facts.kv_bytes_per_token() == 2 * 8 * 16 * 64 * 2
+def test_a_config_that_is_not_understood_is_refused():
+    """A field that decides sizes and that nobody reads: refused, unless headers or the user say how large it is."""
+    config = _config("mamba9", 1024, 4096, 8, 16, 16, 32000, hidden_act="silu", spiral_state_size=64)
+    with pytest.raises(UncountedError, match=r"new cannot be counted from its config: .*spiral_state_size"):
+        facts_from_config(config, "new", "new", "hub")
+    given = facts_from_config(config, "new", "new", "hub", weights_bytes=10**10)
+    read = facts_from_config(config, "new", "new", "hub", [Tensor("lm_head.weight", "BF16", 10**6)])
+    assert (given.weights_bytes, read.weights_bytes) == (10**10, 2 * 10**6)
+    for facts in (given, read):
+        assert not facts.known
+        assert "spiral_state_size" in facts.notes[0]
+        assert facts.kv_bytes_per_token() == 2 * 8 * 16 * 64 * 2
+    assert facts_from_config({**config, "spiral_state_size": None}, "new", "new", "hub").known
 
 
 def safetensors_file(path: Path, tensors: dict[str, tuple[str, list[int]]]) -> None:

@@ -35,7 +35,7 @@ def test_json_contract(corral):
     assert set(plan["model"]) >= {"name", "parameters", "layers", "heads", "kv_heads", "head_dim", "max_context"}
     assert set(plan["inventory"]) >= {"gpu", "gpus_per_node", "nodes", "memory_bytes_per_gpu"}
     assert set(plan["precision"]) >= {"weights", "kv"}
-    assert set(plan["parallel"]) == {"tensor", "pipeline", "data"}
+    assert set(plan["parallel"]) == {"tensor", "pipeline", "data", "expert"}
     assert set(plan["memory"]) >= {
         "weights_bytes", "weights_bytes_per_gpu", "kv_bytes_per_token", "kv_cache_tokens",
         "activation_bytes_per_gpu", "graph_bytes_per_gpu", "overhead_bytes_per_gpu",

@@ -15,8 +15,9 @@ from corral.plan.choose import make_plan
 from corral.plan.contract import EngineSettings, Goal, Parallel, Plan, Precision
 from corral.plan.draft import Draft, DraftMethod, assumed_draft, draft_of_config, draft_of_model, read_draft
 from corral.plan.hardware.inventory import GIB, parse_gpus
+from corral.plan.kv_pool import pool_of
 from corral.plan.measured import Observed, reconcile
-from corral.plan.memory import full_length_blocks, measure
+from corral.plan.memory import measure
 from corral.plan.models.facts import read_facts
 from corral.plan.reasons import explain
 from tests.unit.test_model_facts import safetensors_file
@@ -159,10 +160,11 @@ def test_splits_of_a_draft() -> None:
 
 
 def test_beside_windows_the_layer_of_a_draft_joins_those_without() -> None:
-    model = replace(MODEL, sliding_window=1024, sliding_layers=16)
-    blocks = {also: full_length_blocks(model, SETTINGS, 8192, 1, also) for also in (0, 1)}
-    assert blocks[0][1] == 16
-    assert blocks[1][1] == 17  # one group of 17 layers, and one of 16 in pages of the same size
+    (full,) = MODEL.caches
+    model = replace(MODEL, caches=(replace(full, layers=16), replace(full, kind="sliding", layers=16, window=1024)))
+    pools = {also: pool_of(model, SETTINGS, 8192, Parallel(), 2.0, also) for also in (0, 1)}
+    assert pools[0].group == 16
+    assert pools[1].group == 17  # one group of 17 layers, and one of 16 in pages of the same size
 
 
 def test_a_whole_model_drafts_with_all_its_layers() -> None:

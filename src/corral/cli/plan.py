@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import click
 
-from corral.base.errors import CorralError, DoesNotFitError, UsageError
+from corral.base.errors import CorralError, DoesNotFitError, UncountedError, UsageError
 from corral.base.home import home_dir
 from corral.base.record import dump_json, to_json
 from corral.cli.options import TokenCount
@@ -27,7 +27,7 @@ from corral.engines.settings import SETTINGS
 from corral.plan import measured as calibration
 from corral.plan.choose import compare, make_plan
 from corral.plan.contract import Goal, Plan
-from corral.plan.hardware.inventory import GPUS, LINKS, Inventory, find_gpu, parse_gpus
+from corral.plan.hardware.inventory import GIB, GPUS, LINKS, Inventory, find_gpu, parse_gpus
 from corral.plan.models.facts import ModelFacts, facts_from_folder, read_facts
 from corral.plan.models.hub import hub_is_off
 from corral.plan.places import Storage, located, pulled
@@ -35,7 +35,8 @@ from corral.plan.settings import parse_assignments, refuse_flags
 
 
 @click.command(
-    epilog=f"--set takes {', '.join(SETTINGS)}. Exits 0 when it fits, {DoesNotFitError.exit_code} when not."
+    epilog=f"--set takes {', '.join(SETTINGS)}. Exits 0 when it fits, {DoesNotFitError.exit_code} when not,"
+    f" {UncountedError.exit_code} when its size is not known."
 )
 @click.argument("model", required=False)
 @click.option("--on", "on", metavar="PROFILE", envvar="CORRAL_PROFILE", help="Hardware and defaults of a profile.")
@@ -65,6 +66,8 @@ from corral.plan.settings import parse_assignments, refuse_flags
 @click.option("--need", "needing", is_flag=True, help="Smallest inventories that serve it.")
 @click.option("--table", "tabling", is_flag=True, help="Memory of models in bf16, fp8 and int4, with GPU counts.")
 @click.option("--calibration", "learned", is_flag=True, help="What earlier deployments taught.")
+@click.option("--weights-gib", type=click.FloatRange(0.01, 1e5), metavar="GIB",
+              help="Size of the weights, for a model that its config does not count.")  # fmt: skip
 @click.option("--offline", is_flag=True, help="Do not ask the Hugging Face hub.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 @click.argument("engine_args", nargs=-1, type=click.UNPROCESSED)
@@ -97,7 +100,8 @@ def command(
         return _show_lessons(as_json)
     profile = load_profile(on)
     question = _asked(profile, model, given, engine_args)
-    facts = _facts(profile, question.model, offline or hub_is_off())
+    weights_bytes = int((given["weights_gib"] or 0) * GIB)
+    facts = _facts(profile, question.model, offline or hub_is_off(), weights_bytes)
     if needing:
         return _show_needs(facts, question.goal, gpus, as_json)
     inventory = hardware_of_plan(profile, gpus, nodes, link)
@@ -109,16 +113,16 @@ def command(
     return _show_plan(question, facts, inventory, profile, form)
 
 
-def _facts(profile: Profile, model: str, offline: bool) -> ModelFacts:
+def _facts(profile: Profile, model: str, offline: bool, weights_bytes: int) -> ModelFacts:
     """Of the files that a start would serve, where a profile or an earlier pull has them; else as the name says."""
     storage = Storage(**storage_of(profile))
     with contextlib.suppress(CorralError):
         if any(vars(storage).values()) or pulled():
             source = located(model, storage)
             if source.path:
-                facts = facts_from_folder(Path(source.path), source.name)
+                facts = facts_from_folder(Path(source.path), source.name, weights_bytes)
                 return replace(facts, notes=(*facts.notes, f"the files are in {source.path}"))
-    return read_facts(model, offline)
+    return read_facts(model, offline, weights_bytes)
 
 
 class _Question(NamedTuple):

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from corral.base.errors import UsageError
 from corral.engines.flags import boolean_with_value, flag_name, takes_next
 
-WEIGHTS = ("bf16", "fp16", "fp32", "fp8", "int8", "int4")
+WEIGHTS = ("bf16", "fp16", "fp32", "fp8", "int8", "int4", "mxfp8", "mxfp4", "nvfp4")
 DTYPES = ("bf16", "fp16", "fp32")
 VLLM_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 KV = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
@@ -143,6 +143,7 @@ _ROWS = (  # in the order of a plan's flags; defaults are those of vLLM 0.32 (`E
     Setting("tensor", whole, "--tensor-parallel-size", ("-tp",), varied_by=_PLANNER),
     Setting("pipeline", whole, "--pipeline-parallel-size", ("-pp",), unsaid=1, varied_by=_PLANNER),
     Setting("data", whole, "--data-parallel-size", ("-dp",), unsaid=1, varied_by=_PLANNER),
+    Setting("expert", boolean, "--enable-expert-parallel", unsaid=False, varied_by=_PLANNER),
     Setting("weights", one_of(*WEIGHTS), varied_by=_PLANNER, changes_answers=True),
     Setting("max_model_len", or_open(whole), "--max-model-len", from_flag=_tokens, varied_by=_PLANNER,
             changes_answers=True),

@@ -13,12 +13,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from corral.plan.contract import UTILISATION, EngineSettings, Goal, Memory, Parallel, Precision, Rejected, Speed
 from corral.plan.draft import Draft
 from corral.plan.hardware.inventory import GIB, Inventory
 from corral.plan.memory import Coefficients, measure
+from corral.plan.models.architecture import Divided
 from corral.plan.models.facts import ModelFacts
 from corral.plan.settings import Fixed, api_servers, own_largest, running_at_once, size_for, stream_interval
 from corral.plan.speed import Efficiency, Roof, predict, roof_of
@@ -37,12 +39,8 @@ _RULES: tuple[_Rule, ...] = (
         lambda m, p: f"TP{p.tensor} does not divide the {m.heads} attention heads",
     ),
     (
-        lambda m, p: m.kv_heads % p.tensor == 0 if m.kv_heads >= p.tensor else p.tensor % m.kv_heads == 0,
-        lambda m, p: f"TP{p.tensor} neither divides nor is a multiple of the {m.kv_heads} KV heads",
-    ),
-    (
-        lambda m, p: m.intermediate % p.tensor == 0,
-        lambda m, p: f"TP{p.tensor} does not divide the MLP width {m.intermediate}",
+        lambda m, p: all(_divides_kv(heads, p.tensor) for heads in _kv_heads(m)),
+        lambda m, p: f"TP{p.tensor} neither divides nor is a multiple of the {_kv_heads(m)[0]} KV heads",
     ),
     (
         lambda m, p: -(-m.vocab // _VOCAB_PADDING) * _VOCAB_PADDING % p.tensor == 0,
@@ -53,15 +51,51 @@ _RULES: tuple[_Rule, ...] = (
         lambda m, p: f"PP{p.pipeline} has more stages than the model has layers ({m.layers})",
     ),
     (
-        lambda m, p: m.intermediate // p.tensor % _GROUP.get(m.weights, 1) == 0,
-        lambda m, p: f"TP{p.tensor} would cut a group of {_GROUP[m.weights]} {m.weights} weights in two",
+        lambda m, p: not p.expert or m.experts > 0,
+        lambda m, _: f"expert=true is for mixtures of experts, and {m.name} has none",
     ),
 )
 
 
+def _kv_heads(model: ModelFacts) -> list[int]:
+    """KV heads of each kind of attention; a latent has none that ranks would share."""
+    return (
+        [one.heads for one in model.caches if one.kind in ("full", "sliding", "chunked")] if not model.latent else []
+    )
+
+
+def _divides_kv(heads: int, tensor: int) -> bool:
+    return heads % tensor == 0 if heads >= tensor else tensor % heads == 0
+
+
 def broken_layout(model: ModelFacts, parallel: Parallel) -> str | None:
     """Why vLLM would refuse this split of this model, or None."""
-    return next((say(model, parallel) for holds, say in _RULES if not holds(model, parallel)), None)
+    rules = (say(model, parallel) for holds, say in _RULES if not holds(model, parallel))
+    return next(rules, None) or next(filter(None, (_cut(model, parallel, one) for one in model.divided)), None)
+
+
+def _cut(model: ModelFacts, parallel: Parallel, one: Divided) -> str | None:
+    """Why this number cannot be divided over the ranks that share it; experts may stay whole instead."""
+    if one.role == "expert" and parallel.expert:
+        return None
+    ranks, over = (parallel.expert_ranks if one.role == "expert" else parallel.tensor), f"TP{parallel.tensor}"
+    if one.role == "expert" and parallel.data > 1:
+        over += f" × DP{parallel.data}"
+    whole = "; --set expert=true keeps experts whole" if one.role == "expert" else ""
+    if one.size % ranks:
+        number = f"{one.what} {one.size}" if one.role == "width" else f"{one.size} {one.what}"
+        number = f"{one.what}, {one.size}" if one.role == "expert" else number
+        return f"{over} does not divide the {number}{whole}"
+    block = model.block or _GROUP.get(model.weights, 1)
+    left = one.size // ranks
+    if one.role == "heads" or left % block == 0:
+        return None
+    if not model.block:
+        return f"{over} would cut a group of {block} {model.weights} weights in two{whole}"
+    return (
+        f"{over} leaves {left} of the {one.what}, {one.size}, on each rank, which is no multiple of the"
+        f" {model.weights.upper()} block of {block}{whole}"
+    )
 
 
 def broken_settings(model: ModelFacts, settings: EngineSettings, max_model_len: int) -> str | None:
@@ -95,7 +129,10 @@ def over_nodes(parallel: Parallel, inventory: Inventory) -> bool:
 
 
 def layouts(model: ModelFacts, inventory: Inventory, fixed: Fixed) -> Iterator[Parallel]:
-    """Splits that vLLM accepts and the inventory can hold, with as many replicas as fit, or as many as were fixed."""
+    """Splits that vLLM accepts and the inventory can hold, with as many replicas as fit, or as many as were fixed.
+
+    Experts stay whole where they were asked to, or where their width cannot be divided.
+    """
     inside = inventory.gpus_per_node
     tensors = (
         [fixed.tensor] if fixed.tensor else [*range(1, inside + 1), *range(2 * inside, inventory.gpus + 1, inside)]
@@ -106,9 +143,9 @@ def layouts(model: ModelFacts, inventory: Inventory, fixed: Fixed) -> Iterator[P
             replicas = replicas_on(inventory, tensor, pipeline)
             wanted = fixed.data or replicas
             if 1 <= wanted <= replicas:
-                parallel = Parallel(tensor, pipeline, wanted)
-                if broken_layout(model, parallel) is None:
-                    yield parallel
+                ways = [fixed.expert] if fixed.expert is not None else [False, True] if model.experts else [False]
+                split = (Parallel(tensor, pipeline, wanted, expert) for expert in ways)
+                yield from islice((one for one in split if broken_layout(model, one) is None), 1)
 
 
 def refused_tensor(model: ModelFacts, inventory: Inventory) -> list[Rejected]:
@@ -228,7 +265,9 @@ def work_out(
     problem = broken_settings(model, settings, context) or ""
     broken = bool(problem)
     room = memory.kv_cache_tokens_per_replica - settings.block_size  # vLLM keeps one block back
-    if not problem and room < context:
+    if not problem and model.encoder:
+        problem = "" if memory.kv_cache_bytes_per_gpu else _no_room(memory, context)
+    elif not problem and room < context:
         if asked or room < min(SHORTEST, model.max_context):
             problem = _no_room(memory, context if asked else min(SHORTEST, model.max_context))
         else:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from corral.base.errors import UsageError
 from corral.plan.hardware.inventory import Inventory
 from corral.plan.models.facts import ModelFacts
+from corral.plan.models.quantisation import DTYPE_BYTES
 
 VERSION = 1
 GOALS = ("balanced", "latency", "throughput")
@@ -48,15 +49,25 @@ class Goal:
 
 @dataclass(frozen=True)
 class Parallel:
-    """How a model is split: tensor ranks, pipeline stages, and replicas of all of it."""
+    """How a model is split: tensor ranks, pipeline stages, and replicas of all of it.
+
+    Of a mixture of experts the replicas are data-parallel ranks of one engine: each computes its own attention, and
+    the routed experts are divided over all of them, by width or, with `expert`, whole.
+    """
 
     tensor: int = 1
     pipeline: int = 1
     data: int = 1
+    expert: bool = False
 
     @property
     def replica_gpus(self) -> int:
         return self.tensor * self.pipeline
+
+    @property
+    def expert_ranks(self) -> int:
+        """GPUs over which vLLM divides the routed experts of a layer."""
+        return self.tensor * self.data
 
     def layers_by_stage(self, layers: int) -> list[int]:
         """Layers of each pipeline stage, as vLLM's `get_pp_indices` spreads them."""
@@ -67,7 +78,8 @@ class Parallel:
 
     def __str__(self) -> str:
         sizes = (("TP", self.tensor), ("PP", self.pipeline), ("DP", self.data))
-        return " × ".join(f"{name}{size}" for name, size in sizes if size > 1 or name == "TP")
+        words = " × ".join(f"{name}{size}" for name, size in sizes if size > 1 or name == "TP")
+        return f"{words} + EP" if self.expert else words
 
 
 @dataclass(frozen=True)
@@ -224,6 +236,12 @@ class Plan:
     def seats(self) -> int:
         """How many requests all replicas run at once."""
         return self.settings.max_num_seqs * self.parallel.data
+
+    @property
+    def kv_element(self) -> float:
+        """Bytes of one number in the KV cache."""
+        wide = DTYPE_BYTES[self.precision.compute or self.model.dtype]
+        return 1.0 if self.precision.kv.startswith("fp8") else wide
 
     @property
     def gpus(self) -> int | None:

@@ -23,8 +23,8 @@ from corral.plan.contract import UTILISATION, EngineSettings, Goal, Memory, Para
 from corral.plan.hardware.cpu import CpuSpeed, FormatSpeed, Product
 from corral.plan.hardware.inventory import GIB, CpuFacts, Inventory
 from corral.plan.memory import convert
-from corral.plan.models.architecture import DTYPE_BYTES
 from corral.plan.models.facts import ModelFacts
+from corral.plan.models.quantisation import DTYPE_BYTES
 from corral.plan.precision import Form
 from corral.plan.settings import Fixed
 from corral.plan.speed import significant
@@ -186,7 +186,8 @@ def work_out_cpu(
     batched = fixed.max_num_batched_tokens or max(2048, seqs)
     activation = int(batched * element * (3 * model.intermediate + 4 * model.hidden) + seqs * model.vocab * 8)
     whole_token = model.kv_bytes_per_token(1.0 if precision.kv.startswith("fp8") else element)
-    per_token = -(-whole_token // parallel.replica_gpus)
+    states = 2 * model.state_bytes // context  # of a full-length request, as if its tokens shared them
+    per_token = max(1, -(-(whole_token + states) // parallel.replica_gpus))
     free = inventory.host_available_bytes - here - activation - _PROCESS_BYTES
     wanted = per_token * context * max(2, min(goal.concurrency or 8, 8))
     space = max(GIB, min(wanted, _KV_MOST, free * 3 // 4)) // GIB * GIB

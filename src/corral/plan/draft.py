@@ -22,8 +22,8 @@ from typing import Any
 from corral.base.errors import CorralError, UsageError
 from corral.engines.flags import values_of
 from corral.plan.contract import Parallel
-from corral.plan.models.architecture import parse_config
 from corral.plan.models.facts import ModelFacts, facts_from_folder, read_facts
+from corral.plan.models.fields import parse_config
 from corral.plan.models.weights import Tensor, folder_tensors
 
 _BYTES = 2  # of a number in a draft: bf16 or fp16, as the model's

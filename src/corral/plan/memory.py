@@ -6,7 +6,8 @@ pass of `max_num_seqs`, whichever is larger. The same sum is made here from the 
 from what is left; all pipeline stages get as many blocks as the poorest. A draft of speculative decoding lies on the
 last stage: its weights, and its layers in every block (see `plan.draft`).
 
-Sliding-window layers follow vLLM's hybrid manager: layers form groups of equal size that share one pool.
+Of a mixture of experts, data-parallel ranks of one engine hold each expert once between them. What blocks the cache
+is cut into says `plan.kv_pool`.
 """
 
 from __future__ import annotations
@@ -18,8 +19,11 @@ from corral.engines import PINNED_VERSION
 from corral.plan.contract import EngineSettings, Memory, Parallel, Precision
 from corral.plan.draft import Draft
 from corral.plan.hardware.inventory import GIB, Gpu, Inventory
-from corral.plan.models.architecture import DTYPE_BYTES, Parts, Quantisation, stored
+from corral.plan.kv_pool import pool_of
+from corral.plan.models.architecture import converted
 from corral.plan.models.facts import ModelFacts
+from corral.plan.models.layers import Parts
+from corral.plan.models.quantisation import DTYPE_BYTES
 from corral.plan.settings import MEASURED_BY_ITSELF, graph_sizes
 
 
@@ -61,20 +65,18 @@ def convert(model: ModelFacts, precision: Precision) -> Parts:
     if precision.weights == model.weights:
         return model.stored
     wide = precision.weights if precision.weights in ("bf16", "fp16", "fp32") else model.dtype
-    quant = Quantisation()
-    if wide != precision.weights:
-        group = 128 if precision.weights == "int4" else 0
-        quant = Quantisation("online", precision.weights, group, group > 0)
-    return stored(model.counted, quant, wide, model.layers)
+    group = 128 if precision.weights == "int4" else 0
+    return converted(model.counted, precision.weights, DTYPE_BYTES[wide], group)
 
 
 def stage_weights(model: ModelFacts, parts: Parts, parallel: Parallel) -> list[int]:
     """Weight bytes per GPU for each pipeline stage."""
     tp, sizes = parallel.tensor, parallel.layers_by_stage(model.layers)
     kv_share = 1 / min(tp, model.kv_heads)  # beyond that, KV projections are copied
-    per_layer = ((parts.query_output + parts.mlp) / tp + parts.key_value * kv_share + parts.small) / model.layers
+    divided = (parts.query_output + parts.mlp + parts.mixer) / tp + parts.experts / parallel.expert_ranks
+    per_layer = (divided + parts.key_value * kv_share + parts.small + parts.copied) / model.layers
     weights = [round(per_layer * layers) for layers in sizes]
-    weights[0] += parts.embedding // tp
+    weights[0] += parts.embedding // tp + parts.tower  # a tower may be divided or not: the larger share is planned
     if parallel.pipeline > 1 and model.tied_embeddings:
         weights[-1] += parts.embedding // tp  # the last stage needs its own copy as the head
     weights[-1] += parts.head // tp
@@ -117,28 +119,6 @@ def _graphs(
     return int(layers + rows_kept * model.hidden * wide)
 
 
-def full_length_blocks(
-    model: ModelFacts, settings: EngineSettings, max_model_len: int, pipeline: int, drafting: int = 0
-) -> tuple[int, int]:
-    """Blocks one request of full length takes from the pool, and how many of the model's layers share one block.
-
-    Where there are windows, layers of a draft are more layers without one, and share their blocks.
-    """
-    size = settings.block_size
-    whole = -(-max_model_len // size)
-    if not model.sliding_window:
-        return whole, model.layers
-    in_flight = pipeline * settings.max_num_batched_tokens
-    held = min(model.sliding_window - 1 + in_flight, max_model_len)
-    slid = -(-held // size) + 1
-    full_layers = model.layers - model.sliding_layers + drafting
-    if not full_layers:
-        return slid, model.layers
-    few, many = sorted((full_layers, model.sliding_layers))
-    group = many if many < few * 1.5 else few
-    return -(-full_layers // group) * whole + -(-model.sliding_layers // group) * slid, group
-
-
 def measure(
     model: ModelFacts,
     inventory: Inventory,
@@ -156,7 +136,8 @@ def measure(
     graphs, wide = 0, _wide(model, precision)
     if not settings.eager and inventory.gpu is not None:
         graphs = _graphs(model, inventory.kind, parallel, wide, settings, c)
-    overhead = int((c.non_torch_gib + (c.nccl_gib if parallel.replica_gpus > 1 else 0)) * GIB)
+    talking = parallel.replica_gpus > 1 or (model.experts > 0 and parallel.data > 1)
+    overhead = int((c.non_torch_gib + (c.nccl_gib if talking else 0)) * GIB)
     activation = _activation(model, parallel, wide, settings, c)
     activation += draft.pass_bytes(model, settings.max_num_batched_tokens, wide) if draft else 0
     drafting = [0] * (parallel.pipeline - 1) + [draft.bytes_per_gpu(parallel) if draft else 0]
@@ -167,21 +148,19 @@ def measure(
     left = [budget - w - activation - counted - overhead - correction for w in held]
 
     element = kv_element(model, precision)
-    heads = max(1, model.kv_heads // parallel.tensor)
-    page = int(2 * settings.block_size * heads * model.head_dim * element)
-    needed, group = full_length_blocks(
-        model, settings, max_model_len, parallel.pipeline, draft.kv_layers if draft else 0
-    )
+    pool = pool_of(model, settings, max_model_len, parallel, element, draft.kv_layers if draft else 0)
     drafted = draft.page_bytes(parallel.tensor, settings.block_size, element) if draft else 0
     stages = parallel.layers_by_stage(model.layers)
-    share = [max(1, -(-group * n // model.layers)) for n in stages]  # layers of one group in each stage
-    pages = [page * layers for layers in share]
-    pages[-1] += 0 if model.sliding_window else drafted
-    blocks = max(0, min(space // size for space, size in zip(left, pages, strict=True)))
-    per_request = blocks / needed
+    shared = model.sliding_window or model.state_bytes  # a draft's layers are in the groups of the model's
+    pages = [pool.block_bytes // pool.group * max(1, -(-pool.group * n // model.layers)) for n in stages]
+    pages[-1] += 0 if shared else drafted
+    blocks = max(0, min(space // max(1, size) for space, size in zip(left, pages, strict=True)))
+    per_request = blocks / pool.needed if pool.needed else 0.0
     tokens = int(per_request * max_model_len)
     fullest = max(range(len(held)), key=lambda i: held[i])
-    tokens_bytes = [page * layers for layers in stages]
+    block = settings.block_size
+    all_layers = sum(one.layers * int(block * one.token_bytes(element, parallel.tensor)) for one in model.caches)
+    tokens_bytes = [all_layers * layers // model.layers for layers in stages]
     tokens_bytes[-1] += drafted
     return Memory(
         weights_bytes=parts.total,

@@ -24,8 +24,8 @@ from corral.plan.choose import Decision, decide, make_plan
 from corral.plan.contract import Goal, Parallel, Plan
 from corral.plan.hardware.inventory import GIB, GPUS, Gpu, Inventory
 from corral.plan.memory import convert
-from corral.plan.models.architecture import DTYPE_BYTES
 from corral.plan.models.facts import ModelFacts
+from corral.plan.models.quantisation import DTYPE_BYTES
 from corral.plan.precision import Form, forms
 from corral.plan.settings import Fixed
 from corral.plan.speed import rounded
@@ -62,7 +62,7 @@ class Need:
 def by_arithmetic(model: ModelFacts, gigabytes: float, context: int = 0, weights: str = "") -> int:
     """GPUs as documents count them: parameters × bits, plus the KV of one request in GiB taken as GB."""
     stored = model.parameters * DTYPE_BYTES.get(weights or model.weights, 2.0) / 1e9
-    cache = model.kv_bytes_per_token() * context / (1 << 30)
+    cache = model.kept_bytes(context) / (1 << 30)
     return max(1, ceil((stored + cache) / gigabytes))
 
 
@@ -172,7 +172,7 @@ def memory_table(models: list[ModelFacts], gpu: Gpu, context: int | None = None)
 
 
 def _row(model: ModelFacts, gpu: Gpu, context: int) -> TableRow:
-    kv_gib = model.kv_bytes_per_token() * context / GIB
+    kv_gib = model.kept_bytes(context) / GIB
     runs = {need.weights: need for need in needs(model, Goal(context=context), (gpu.kind,), Tuning())}
     cells = []
     for weights in WIDTHS:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from corral.base.wording import counted
 from corral.plan.candidate import Candidate, Tuning, over_nodes, refused_tensor
-from corral.plan.contract import Goal, Judged, Memory, Plan, Reason, Rejected, Speed
+from corral.plan.contract import Goal, Judged, Memory, Parallel, Plan, Reason, Rejected, Speed
 from corral.plan.hardware.inventory import GIB, LINKS, Inventory
 from corral.plan.judged import AS_SET, Row, gains, gib, setting_reasons
 from corral.plan.models.facts import ModelFacts
@@ -85,7 +85,9 @@ def _layout(model: ModelFacts, chosen: Candidate, inventory: Inventory, fixed: F
         tensor = f"{gib(memory.weights_bytes_per_gpu)} of weights for each GPU, which has {usable} to use"
     elif p.replica_gpus == 1:
         tensor = f"the model fits one GPU ({gib(memory.weights_bytes_per_gpu)} of weights); no all-reduces"
-    if p.tensor > model.kv_heads:
+    if model.latent and p.tensor > 1:
+        tensor += "; each of them keeps the latents of all tokens, which have no heads to divide"
+    elif p.tensor > model.kv_heads:
         tensor += f"; the {model.kv_heads} KV heads are copied {p.tensor // model.kv_heads} times"
     if over_nodes(p, inventory):
         tensor += f"; over nodes every layer waits for the network ({inventory.link}) twice"
@@ -96,14 +98,27 @@ def _layout(model: ModelFacts, chosen: Candidate, inventory: Inventory, fixed: F
     data = "one replica"
     if p.data > 1:
         data = "replicas answer independently, and their speeds add up; for small models that beats a wider TP"
+        if model.experts:
+            data = (
+                f"ranks of one engine: each attends to its own requests, and the {model.experts} experts of a layer"
+                f" are divided over all {p.expert_ranks} GPUs, so that all of them step together"
+            )
     idle = inventory.gpus - p.replica_gpus * p.data
     if idle:
         data += f"; {idle} of {inventory.gpus} GPUs stay idle"
-    rows = (("tensor", p.tensor, tensor), ("pipeline", p.pipeline, pipeline), ("data", p.data, data))
+    rows = [("tensor", p.tensor, tensor), ("pipeline", p.pipeline, pipeline), ("data", p.data, data)]
+    if model.experts and p.expert_ranks > 1:
+        rows.append(("expert", str(p.expert).lower(), _experts(model, p)))  # type: ignore[arg-type]
     return [
         (f"parallel.{name}", value, f"{AS_SET}; {why}" if getattr(fixed, name) is not None else why)
         for name, value, why in rows
     ]
+
+
+def _experts(model: ModelFacts, p: Parallel) -> str:
+    if p.expert:
+        return f"every GPU holds whole experts, {model.experts} in all of {p.expert_ranks} GPUs"
+    return f"every GPU holds a part of each expert, 1 / {p.expert_ranks} of its width"
 
 
 def _context(model: ModelFacts, chosen: Candidate, goal: Goal, fixed: Fixed) -> Row:
@@ -307,7 +322,6 @@ def _judged(one: Judged) -> str:
 
 def _weights(plan: Plan) -> Iterator[str]:
     m, c, s = plan.model, plan.model.counted, plan.model.stored
-    experts = f" × {m.experts} experts" if m.experts else ""
     yield f"  embedding      {m.vocab:,} × {m.hidden:,} = {c.embedding:,} parameters, {_gib(s.embedding)}"
     head = "tied to the embedding" if m.tied_embeddings else f"{c.head:,} parameters, {_gib(s.head)}"
     yield f"  head           {head}"
@@ -315,10 +329,17 @@ def _weights(plan: Plan) -> Iterator[str]:
         f"  attention      {m.layers} layers × ({m.heads} query and {m.kv_heads} KV heads of {m.head_dim})"
         f" = {c.query_output + c.key_value:,} parameters, {_gib(s.query_output + s.key_value)}"
     )
-    yield (
-        f"  MLP            {m.layers} layers × width {m.intermediate:,}{experts}"
-        f" = {c.mlp:,} parameters, {_gib(s.mlp)}"
+    width = f"{m.layers} layers × width {m.intermediate:,} = " if not m.experts else ""
+    yield f"  MLP            {width}{c.mlp:,} parameters, {_gib(s.mlp)}"
+    others = (
+        ("experts", c.experts, s.experts, f"{m.experts_per_token} of {m.experts} for each token"),
+        ("states", c.mixer, s.mixer, "linear attention and Mamba"),
+        ("latents", c.copied, s.copied, "on every tensor rank"),
+        ("towers", c.tower, s.tower, "images and sound"),
     )
+    for name, parameters, size, words in others:
+        if parameters:
+            yield f"  {name:<14} {parameters:,} parameters, {_gib(size)}: {words}"
     yield f"  norms, others  {c.small:,} parameters, {_gib(s.small)}"
     loaded = f"{_gib(plan.memory.weights_bytes)} loaded in {plan.precision.weights}"
     yield f"  together       {m.parameters:,} parameters, {loaded}"
@@ -326,16 +347,25 @@ def _weights(plan: Plan) -> Iterator[str]:
 
 def _cache(plan: Plan) -> Iterator[str]:
     m, memory = plan.model, plan.memory
-    element = memory.kv_bytes_per_token // max(1, 2 * m.layers * m.kv_heads * m.head_dim)
-    yield (
-        f"  one token      2 × {m.layers} layers × {m.kv_heads} KV heads × {m.head_dim} × {element} bytes"
-        f" = {memory.kv_bytes_per_token:,} bytes"
-    )
-    full = memory.kv_bytes_per_token * plan.max_model_len
+    if m.encoder:
+        yield "  none           an encoder reads a text at once and keeps nothing"
+        return
+    plain = 2 * m.layers * m.kv_heads * m.head_dim
+    numbers = sum(one.layers * one.heads * one.width for one in m.caches if one.width)
+    if numbers == plain:
+        yield (
+            f"  one token      2 × {m.layers} layers × {m.kv_heads} KV heads × {m.head_dim} ×"
+            f" {memory.kv_bytes_per_token // max(1, plain)} bytes = {memory.kv_bytes_per_token:,} bytes"
+        )
+    else:
+        yield f"  one token      {memory.kv_bytes_per_token:,} bytes"
+        for one in m.caches:
+            yield f"    {one.kind:<12} {one.words}"
+    full = m.kept_bytes(plan.max_model_len, plan.kv_element)
     yield f"  one request    × {plan.max_model_len:,} tokens = {_gib(full)}"
     if m.sliding_window:
         yield f"  sliding        {m.sliding_layers} layers keep only the last {m.sliding_window:,} tokens"
-    documented = _gib(memory.kv_bytes_per_token * 128_000)
+    documented = _gib(m.kept_bytes(128_000, plan.kv_element))
     yield f"  128,000 tokens {documented}: the length for which documents give a figure, and call it GB"
 
 

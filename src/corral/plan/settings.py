@@ -38,6 +38,7 @@ class Fixed:
     tensor: int | None = None
     pipeline: int | None = None
     data: int | None = None
+    expert: bool | None = None
     weights: str | None = None
     kv: str | None = None
     dtype: str | None = None

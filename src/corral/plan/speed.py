@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from corral.plan.contract import EngineSettings, Goal, Memory, Parallel, Precision, Speed
 from corral.plan.hardware.inventory import LINKS, Gpu, Inventory
 from corral.plan.memory import convert, kv_element
-from corral.plan.models.architecture import DTYPE_BYTES
 from corral.plan.models.facts import ModelFacts
+from corral.plan.models.quantisation import DTYPE_BYTES
 from corral.plan.settings import covered, streamed_tokens_s
 
 MEASURED_KINDS = ("H200",)  # kinds whose predictions rest on measurements; docs/measurements/planning.md has them
+MEASURED_FAMILIES = ("llama",)
 TILE_TOKENS = 128  # rows that a matrix product of many tokens is cut into
 FP8_TILE_TOKENS = 256  # vLLM's FP8 kernel of Hopper pairs such tiles: 513 tokens of 70B take as long as 768
 
@@ -80,13 +81,16 @@ class _Machine:
     hop_s: float
 
 
-def _machine(gpu: Gpu, inventory: Inventory, parallel: Parallel, precision: Precision, e: Efficiency) -> _Machine:
+def _machine(
+    gpu: Gpu, inventory: Inventory, parallel: Parallel, precision: Precision, e: Efficiency, together: int
+) -> _Machine:
+    """Rates where so many ranks wait for one another in every layer."""
     narrow = precision.weights == "fp8" and gpu.fp8_tflops > 0
     rate = gpu.fp8_tflops * e.matrix_fp8 if narrow else gpu.bf16_tflops * e.matrix
     reduce_s = e.reduce_s if gpu.nvlink else e.reduce_pcie_s
     link = gpu.link_gb_s
     hop = e.hop_s
-    if parallel.tensor > inventory.gpus_per_node:  # tensor ranks on several nodes
+    if together > inventory.gpus_per_node:  # they are on several nodes
         between = LINKS[inventory.link]
         reduce_s += 3 * between.latency_s
         # NCCL's rings use every adapter of a node: 85 to 96 of 100 GB/s were seen with four of HDR (nccl-tests 119)
@@ -109,7 +113,9 @@ def roof_of(
     """The roofline of one configuration; the kind of GPU must be known."""
     kind = inventory.kind
     assert kind is not None
-    return Roof(model, parallel, precision, settings, kind, _machine(kind, inventory, parallel, precision, e), e)
+    together = parallel.expert_ranks if model.experts else parallel.tensor
+    machine = _machine(kind, inventory, parallel, precision, e, together)
+    return Roof(model, parallel, precision, settings, kind, machine, e)
 
 
 def predict(
@@ -130,10 +136,11 @@ def predict(
     basis = "as --storage says" if goal.storage_gb_s else e.storage_basis
     read = _read_by_one_node(memory, inventory, parallel)
     load_s = significant(read / (storage * 1e9) + e.startup_s)
-    if gpu is None:
+    if gpu is None or model.encoder:
         unknown = (None,) * 5
         lengths = (goal.prompt_tokens, goal.output_tokens)
-        return Speed(*unknown, load_s, concurrency, *lengths, "unknown", storage, basis, read)
+        why = "unknown: it reads texts and writes none" if model.encoder else "unknown"
+        return Speed(*unknown, load_s, concurrency, *lengths, why, storage, basis, read)
     roof = roof_of(model, inventory, parallel, precision, settings, e)
     running = max(1, min(-(-concurrency // parallel.data), settings.max_num_seqs))
     length = goal.prompt_tokens + goal.output_tokens / 2
@@ -157,13 +164,20 @@ def predict(
         concurrency=min(concurrency, running * parallel.data),
         prompt_tokens=goal.prompt_tokens,
         output_tokens=goal.output_tokens,
-        basis="measured"
-        if gpu.kind in MEASURED_KINDS and parallel.replica_gpus == 1 and precision.compute != "fp32"
-        else "scaled from an H200, not measured on this hardware",
+        basis=_basis(model, gpu, parallel, precision),
         storage_gb_s=storage,
         storage_basis=basis,
         read_bytes_per_node=read,
     )
+
+
+def _basis(model: ModelFacts, gpu: Gpu, parallel: Parallel, precision: Precision) -> str:
+    """What a prediction rests on: measured is only what was run, on that hardware and with that kind of model."""
+    here = gpu.kind in MEASURED_KINDS and parallel.replica_gpus == 1 and precision.compute != "fp32"
+    if model.family not in MEASURED_FAMILIES:
+        place = "" if here else ", not measured on this hardware"
+        return f"scaled from Llama on an H200, not measured with such models{place}"
+    return "measured" if here else "scaled from an H200, not measured on this hardware"
 
 
 def _read_by_one_node(memory: Memory, inventory: Inventory, parallel: Parallel) -> int:
@@ -188,8 +202,9 @@ class Roof:
         """Weight bytes one GPU of each stage reads in a step of `batch` sequences."""
         model, tp = self.model, self.parallel.tensor
         parts = convert(model, self.precision)
-        mlp = parts.mlp * self._touched(batch)
-        per_layer = (parts.query_output + mlp + parts.key_value) / tp / model.layers
+        experts = parts.experts * self._touched(batch * self.parallel.data) / self.parallel.data
+        divided = (parts.query_output + (parts.mlp + parts.mixer + experts) + parts.key_value) / tp
+        per_layer = (divided + parts.copied) / model.layers
         read = [per_layer * n for n in self.parallel.layers_by_stage(model.layers)]
         read[-1] += (parts.embedding if model.tied_embeddings else parts.head) / tp
         return read
@@ -208,18 +223,22 @@ class Roof:
         return self.model.active_parameters - (0 if self.model.tied_embeddings else self.model.counted.embedding)
 
     def _reduce(self, tokens: float) -> float:
-        """Two all-reduces of one layer."""
-        if self.parallel.tensor == 1:
+        """Two all-reduces of one layer; of a mixture of experts the second is over all ranks of the engine."""
+        p, size = self.parallel, tokens * self.model.hidden * DTYPE_BYTES[self.precision.compute or self.model.dtype]
+        if not self.model.experts or p.data == 1:
+            return 2 * self._all_reduce(p.tensor, size)
+        return self._all_reduce(p.tensor, size) + self._all_reduce(p.expert_ranks, size * p.data)
+
+    def _all_reduce(self, ranks: int, size: float) -> float:
+        if ranks == 1:
             return 0.0
-        size = tokens * self.model.hidden * DTYPE_BYTES[self.precision.compute or self.model.dtype]
-        moved = 2 * size * (self.parallel.tensor - 1) / self.parallel.tensor
-        return 2 * (self.machine.reduce_s + moved / self.machine.reduce_bytes_s)
+        return self.machine.reduce_s + 2 * size * (ranks - 1) / ranks / self.machine.reduce_bytes_s
 
     def step(self, running: float, length: float, drafted: int = 0) -> float:
         """Seconds of one step with `running` requests of `length` tokens, so many drafted tokens of each checked."""
         m, model, p = self.machine, self.model, self.parallel
         batch = max(1.0, running / p.pipeline)
-        kv = batch * self._attended(length) * self._kv_bytes_per_layer()
+        kv = batch * self._kept_bytes_per_layer(length)
         total = self.e.step_s + self.sequences_s(running) + (p.pipeline - 1) * m.hop_s
         for layers, read in zip(p.layers_by_stage(model.layers), self._stage_bytes(batch), strict=True):
             moving = (read + kv * layers) / m.bandwidth
@@ -266,16 +285,23 @@ class Roof:
         return parts.embedding if self.model.tied_embeddings else parts.head
 
     def _attended(self, length: float) -> float:
-        """Tokens whose keys and values an average layer reads."""
+        """Tokens that an average layer compares each token with."""
         model = self.model
-        if not model.sliding_window:
+        tokens = [one for one in model.caches if one.width and one.kind != "index"]
+        if not any(one.window for one in tokens) and sum(one.layers for one in tokens) == model.layers:
             return length
-        slid = min(length, model.sliding_window)
-        return (slid * model.sliding_layers + length * (model.layers - model.sliding_layers)) / model.layers
+        return sum(one.layers * min(length, one.window or length) for one in tokens) / model.layers
 
-    def _kv_bytes_per_layer(self) -> float:
-        heads = max(1, self.model.kv_heads // self.parallel.tensor)
-        return 2 * heads * self.model.head_dim * kv_element(self.model, self.precision)
+    def _kept_bytes_per_layer(self, length: float) -> float:
+        """Bytes that an average layer reads of what it keeps of a sequence; a state is written again too."""
+        element, tp = kv_element(self.model, self.precision), self.parallel.tensor
+        read = 0.0
+        for one in self.model.caches:
+            read += (
+                one.layers * min(length, one.window or length) * one.token_bytes(element, tp) if one.width else 0.0
+            )
+            read += 2 * one.layers * one.state_bytes / tp
+        return read / self.model.layers
 
     def chunk(self, tokens: float, length: float) -> float:
         """Seconds to prefill `tokens` of prompts `length` long in one pass through all stages."""

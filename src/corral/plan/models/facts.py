@@ -2,8 +2,8 @@
 
 `read_facts` takes a local folder, a Hugging Face repository, or a catalogue name. From a folder or a repository it
 reads `config.json` and the safetensors headers (by range request), so sizes are exact; from the catalogue it
-computes them. A family the table of `plan.models.architecture` lacks is said to be unknown, and what can be computed
-anyway (stored bytes, KV per token) still is.
+computes them. A model whose config is not understood is refused where nothing else says how large it is; with
+headers its size is exact, and what it keeps for a token is counted as plain attention.
 """
 
 from __future__ import annotations
@@ -15,8 +15,20 @@ from typing import Any
 
 from corral.base.errors import CorralError, DataError, NotFoundError
 from corral.plan.models import catalogue, hub
-from corral.plan.models.architecture import Parts, Shape, count, parse_config, read_shape, stored
-from corral.plan.models.weights import Tensor, by_dtype, by_part, folder_tensors
+from corral.plan.models.architecture import (
+    Divided,
+    Shape,
+    active,
+    count,
+    divided,
+    drafting_parameters,
+    read_shape,
+    stored_as,
+)
+from corral.plan.models.fields import parse_config, uncounted
+from corral.plan.models.layers import Cache, Parts
+from corral.plan.models.quantisation import MODELOPT_FILE, of_modelopt_file
+from corral.plan.models.weights import Tensor, by_dtype, by_part, folder_tensors, is_loaded, numbers_of
 
 
 @dataclass(frozen=True)
@@ -28,7 +40,7 @@ class ModelFacts:
     source: str  # folder | hub | catalogue
     architecture: str
     family: str
-    known: bool  # whether parameters are counted by this family's rules
+    known: bool  # whether its config is understood
     parameters: int
     active_parameters: int  # per token; fewer than `parameters` for mixtures of experts
     layers: int
@@ -53,42 +65,63 @@ class ModelFacts:
     sliding_layers: int = 0
     gated: bool | None = False  # None: the hub did not say
     notes: tuple[str, ...] = ()
+    caches: tuple[Cache, ...] = ()  # what layers keep for a sequence, one row for each kind
+    divided: tuple[Divided, ...] = ()  # what tensor ranks must divide beside the heads
+    block: int = 0  # rows and columns of a quantised matrix that share a scale
+    drafting_parameters: int = 0  # of layers that vLLM loads for speculation only; not among `parameters`
+    encoder: bool = False  # reads a text at once; has no KV cache
 
-    def kv_bytes_per_token(self, element_bytes: float = 2.0) -> int:
-        """Keys and values of one token in all layers."""
-        return int(2 * self.layers * self.kv_heads * self.head_dim * element_bytes)
+    def kv_bytes_per_token(self, element_bytes: float = 2.0, tensor: int = 1) -> int:
+        """What all layers keep of one token, those with a window too, on one GPU of so many tensor ranks."""
+        return int(sum(one.layers * one.token_bytes(element_bytes, tensor) for one in self.caches if one.width))
+
+    def kept_bytes(self, tokens: int, element_bytes: float = 2.0) -> float:
+        """What a sequence of so many tokens keeps in all layers, windows and states included."""
+        rows = (one for one in self.caches if one.width)
+        kept = sum(one.layers * one.token_bytes(element_bytes) * min(tokens, one.window or tokens) for one in rows)
+        return kept + self.state_bytes
+
+    @property
+    def state_bytes(self) -> int:
+        """What linear attention and Mamba layers keep of a sequence, however long it is."""
+        return sum(one.layers * one.state_bytes for one in self.caches)
+
+    @property
+    def latent(self) -> bool:
+        """Whether one latent serves all heads, so that every tensor rank keeps it."""
+        return any(one.kind in ("latent", "compressed") for one in self.caches)
 
 
 def facts_from_config(
-    config: Mapping[str, Any], name: str, location: str, source: str, tensors: list[Tensor] | None = None
+    config: Mapping[str, Any],
+    name: str,
+    location: str,
+    source: str,
+    tensors: list[Tensor] | None = None,
+    weights_bytes: int = 0,
 ) -> ModelFacts:
-    """Facts from a parsed config and, where read, the tensors of the checkpoint."""
+    """Facts from a parsed config and, where read, the tensors of the checkpoint, or its size where it is given."""
     if not isinstance(config, Mapping):
         raise DataError(f"{name}: config.json is not a JSON object.", "Use another copy of the model.")
     shape = read_shape(config, name)
-    counted = count(shape)
-    quant = shape.quantisation
-    sizes = stored(counted, quant, shape.dtype, shape.layers)
-    parameters, dtypes, notes = counted.total, {}, []
-    if tensors:
-        sizes, dtypes = by_part(tensors), by_dtype(tensors)
-        if not quant.method:
-            parameters = sum(t.elements for t in tensors)
-            counted = counted if parameters == counted.total else _scaled(counted, parameters)
-    if not shape.known:
-        notes.append(_unknown(shape, bool(tensors)))
+    if shape.problem and not tensors and not weights_bytes:
+        raise uncounted(name, shape.problem)
+    sizes, counted, parameters, dtypes = _sizes(shape, tensors, weights_bytes)
+    window, sliding = shape.sliding
+    experts, quant = shape.experts, shape.quantisation
+    dense = next((one.dense.width for one in shape.layers if one.dense), shape.intermediate)
     return ModelFacts(
         name=name,
         location=location,
         source=source,
         architecture=shape.architecture,
         family=shape.family,
-        known=shape.known,
+        known=not shape.problem,
         parameters=parameters,
-        active_parameters=_active(shape, counted),
-        layers=shape.layers,
+        active_parameters=active(shape, counted) if not shape.problem else parameters,
+        layers=len(shape.layers),
         hidden=shape.hidden,
-        intermediate=shape.expert_intermediate or shape.intermediate,
+        intermediate=experts.width if experts else dense,
         heads=shape.heads,
         kv_heads=shape.kv_heads,
         head_dim=shape.head_dim,
@@ -102,31 +135,49 @@ def facts_from_config(
         counted=counted,
         stored=sizes,
         bytes_by_dtype=dtypes,
-        experts=shape.experts,
-        experts_per_token=shape.experts_per_token,
-        sliding_window=shape.sliding_window,
-        sliding_layers=shape.sliding_layers,
-        notes=tuple(notes),
+        experts=experts.count if experts else 0,
+        experts_per_token=experts.per_token if experts else 0,
+        sliding_window=window,
+        sliding_layers=sliding,
+        notes=(_unknown(shape, bool(tensors)),) if shape.problem else (),
+        caches=shape.caches,
+        divided=divided(shape),
+        block=quant.block,
+        drafting_parameters=drafting_parameters(shape),
+        encoder=shape.encoder,
     )
+
+
+def _sizes(
+    shape: Shape, tensors: list[Tensor] | None, weights_bytes: int
+) -> tuple[Parts, Parts, int, dict[str, int]]:
+    """Bytes and parameters part by part, parameters in all, and bytes by type: as stored where that is known."""
+    counted, sizes = count(shape), stored_as(shape)
+    if tensors:
+        tensors = [one for one in tensors if is_loaded(one, len(shape.layers))]
+        stored, parameters = by_part(tensors), counted.total
+        if not shape.quantisation.method or shape.problem:
+            parameters = numbers_of(tensors, shape.quantisation.weights)
+            counted = counted if parameters == counted.total else _scaled(counted, parameters)
+        return stored, counted, parameters, by_dtype(tensors)
+    if weights_bytes:
+        sizes = _scaled(sizes, weights_bytes)
+        if shape.problem:
+            return sizes, sizes, weights_bytes // 2, {}
+    return sizes, counted, counted.total, {}
 
 
 def _unknown(shape: Shape, has_tensors: bool) -> str:
-    known = "stored bytes are exact (from the headers)" if has_tensors else "parameters are counted as for Llama"
+    size = "stored bytes are exact (from the headers)" if has_tensors else "its size is the one given"
     return (
-        f"{shape.architecture} ({shape.family}) is not a family Corral knows: {known}, the split over GPUs is a guess"
+        f"{shape.architecture} ({shape.family}) is not understood, {shape.problem}: {size}; what it keeps of a token"
+        " is counted as plain attention, and the split over GPUs is a guess"
     )
 
 
-def _scaled(parts: Parts, parameters: int) -> Parts:
-    """Counts stretched to a true total that the family's rules miss."""
-    return replace(parts, mlp=max(0, parts.mlp + parameters - parts.total))
-
-
-def _active(shape: Shape, counted: Parts) -> int:
-    if not shape.experts:
-        return counted.total
-    one = 3 * shape.hidden * shape.expert_intermediate * shape.layers
-    return counted.total - one * max(0, shape.experts - shape.experts_per_token)
+def _scaled(parts: Parts, total: int) -> Parts:
+    """Counts stretched to a true total that the fields of the config miss."""
+    return replace(parts, mlp=max(0, parts.mlp + total - parts.total))
 
 
 def facts_from_entry(entry: catalogue.Entry) -> ModelFacts:
@@ -135,7 +186,17 @@ def facts_from_entry(entry: catalogue.Entry) -> ModelFacts:
     return replace(facts, gated=entry.gated, notes=(*facts.notes, *([entry.note] if entry.note else [])))
 
 
-def facts_from_folder(path: Path, name: str = "") -> ModelFacts:
+def _modelopt(file: Path) -> dict[str, Any]:
+    """What NVIDIA's own file says of the quantisation; nothing where there is none."""
+    try:
+        return of_modelopt_file(parse_config(file.read_bytes(), str(file)))
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise DataError(f"{file} cannot be read: {error.strerror}.", "Check its permissions.") from None
+
+
+def facts_from_folder(path: Path, name: str = "", weights_bytes: int = 0) -> ModelFacts:
     """Facts of a model folder: its `config.json` and, when it holds weights, their headers."""
     config_path = path / "config.json"
     if not config_path.is_file():
@@ -144,15 +205,17 @@ def facts_from_folder(path: Path, name: str = "") -> ModelFacts:
         config = parse_config(config_path.read_bytes(), str(config_path))
     except OSError as error:
         raise DataError(f"{config_path} cannot be read: {error.strerror}.", "Check its permissions.") from None
+    if "quantization_config" not in config and (quant := _modelopt(path / MODELOPT_FILE)):
+        config = {**config, "quantization_config": quant}
     tensors = folder_tensors(path)
-    facts = facts_from_config(config, name or path.resolve().name, str(path), "folder", tensors)
+    facts = facts_from_config(config, name or path.resolve().name, str(path), "folder", tensors, weights_bytes)
     if tensors:
         return facts
     note = f"{path} holds no safetensors: sizes are computed from its config"
     return replace(facts, notes=(*facts.notes, note))
 
 
-def read_facts(ref: str, offline: bool = False) -> ModelFacts:
+def read_facts(ref: str, offline: bool = False, weights_bytes: int = 0) -> ModelFacts:
     """Facts of a folder, a catalogue name or a Hugging Face repository, in this order of meaning."""
     text = ref.strip()
     if not text:
@@ -162,7 +225,7 @@ def read_facts(ref: str, offline: bool = False) -> ModelFacts:
         return facts_from_entry(entry)
     path = Path(text).expanduser()
     if path.is_dir():
-        return facts_from_folder(path)
+        return facts_from_folder(path, weights_bytes=weights_bytes)
     if path.is_absolute() or text.startswith(("./", "../", "~")):
         raise NotFoundError(f"there is no folder {text}.", "Give a model folder, a repository or a catalogue name.")
     if text.count("/") != 1:
@@ -171,10 +234,10 @@ def read_facts(ref: str, offline: bool = False) -> ModelFacts:
         if entry is not None:
             return facts_from_entry(entry)
         raise catalogue.unknown(text, offline=True)
-    return _from_hub(text, entry)
+    return _from_hub(text, entry, weights_bytes)
 
 
-def _from_hub(repo: str, entry: catalogue.Entry | None) -> ModelFacts:
+def _from_hub(repo: str, entry: catalogue.Entry | None, weights_bytes: int) -> ModelFacts:
     try:
         found = hub.read_repository(repo)
     except CorralError as error:
@@ -182,5 +245,5 @@ def _from_hub(repo: str, entry: catalogue.Entry | None) -> ModelFacts:
             raise
         known = facts_from_entry(entry)
         return replace(known, notes=(*known.notes, f"from the catalogue: {error.message}"))
-    facts = facts_from_config(found.config, repo, repo, "hub", found.tensors)
+    facts = facts_from_config(found.config, repo, repo, "hub", found.tensors, weights_bytes)
     return replace(facts, gated=found.gated, notes=(*facts.notes, *found.notes))

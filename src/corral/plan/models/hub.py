@@ -18,7 +18,8 @@ from typing import Any
 
 from corral.base.errors import AccessError, CorralError, DataError, NotFoundError, UnreachableError, UsageError
 from corral.base.files import write_atomic
-from corral.plan.models.architecture import parse_config
+from corral.plan.models.fields import parse_config
+from corral.plan.models.quantisation import MODELOPT_FILE, of_modelopt_file
 from corral.plan.models.weights import Tensor, header_tensors
 
 VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")  # in the library's own order
@@ -82,7 +83,28 @@ def read_repository(repo: str) -> Repository:
     config = parse_config(_config_text(repo), f"The config.json of {repo}")
     gated, unsaid = _is_gated(repo)
     tensors, unread = _tensors(repo)
-    return Repository(config, tensors, gated, tuple(note for note in (unsaid, unread) if note))
+    notes = [note for note in (unsaid, unread) if note]
+    if "quantization_config" not in config and (tensors is None or any(one.dtype in _NARROW for one in tensors)):
+        quant, unknown = _modelopt(repo)
+        config = {**config, "quantization_config": quant} if quant else config
+        notes += [unknown] if unknown else []
+    return Repository(config, tensors, gated, tuple(notes))
+
+
+_NARROW = ("U8", "I8", "I32", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F4")  # types of quantised matrices
+
+
+def _modelopt(repo: str) -> tuple[dict[str, Any], str]:
+    """What NVIDIA's own file says of the quantisation; nothing where there is none, and why where it is not known."""
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    try:
+        return of_modelopt_file(parse_config(_file_text(repo, MODELOPT_FILE), f"{MODELOPT_FILE} of {repo}")), ""
+    except CorralError as error:
+        missing = isinstance(error.__cause__, EntryNotFoundError)
+        if missing and not isinstance(error.__cause__, LocalEntryNotFoundError):
+            return {}, ""
+        return {}, f"whether {MODELOPT_FILE} says how it is quantised is not known: {error.message}"
 
 
 def check_repository(repo: str, token: str | None = None) -> None:
@@ -122,14 +144,18 @@ def _tensors(repo: str) -> tuple[list[Tensor] | None, str]:
 
 
 def _config_text(repo: str) -> str:
-    """The config as the hub has it now, or as this machine downloaded it before; asked once, without retries."""
+    return _file_text(repo, "config.json")
+
+
+def _file_text(repo: str, name: str) -> str:
+    """A small file as the hub has it now, or as this machine downloaded it before; asked once, without retries."""
     from huggingface_hub import get_session, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import build_hf_headers, hf_raise_for_status  # type: ignore[attr-defined]
 
     try:
-        cached = try_to_load_from_cache(repo, "config.json")
-        url, headers = hf_hub_url(repo, "config.json"), build_hf_headers()
+        cached = try_to_load_from_cache(repo, name)
+        url, headers = hf_hub_url(repo, name), build_hf_headers()
         reply = get_session().get(url, headers=headers, timeout=_TIMEOUT_S, follow_redirects=True)
         hf_raise_for_status(reply)
         return str(reply.text)

@@ -18,7 +18,7 @@ from typing import Any
 
 from corral.base.errors import DataError
 from corral.base.untrusted import parse_json
-from corral.plan.models.architecture import Parts
+from corral.plan.models.layers import Parts
 
 _LARGEST_HEADER = 100_000_000  # the format's own limit
 _MOST = 1 << 60  # bytes or elements
@@ -138,12 +138,33 @@ def by_dtype(tensors: Iterable[Tensor]) -> dict[str, int]:
     return dict(sums)
 
 
-_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.\d+\.")
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
+_TOWER = re.compile(r"(?:^|\.)(?:visual|vision_tower|vision_model|vision_embed\w*|audio_tower|multi_modal_projector"
+                    r"|mm_projector|embed_vision|embed_audio)\.")  # fmt: skip
+_MATRIX = r"\.(?:weight|qweight|weight_packed)"
 _WHERE = (
-    ("key_value", re.compile(r"\.(?:k_proj|v_proj)\.(?:weight|qweight|weight_packed)")),
-    ("query_output", re.compile(r"\.(?:q_proj|o_proj|qkv_proj|dense|out_proj|query_key_value)\.(?:weight|qweight)")),
-    ("mlp", re.compile(r"\.(?:mlp|block_sparse_moe|feed_forward|experts)\..*(?:weight|qweight)")),
-)
+    ("experts", re.compile(r"\.experts\.")),
+    ("copied", re.compile(r"\.(?:q_a_proj|kv_a_proj_with_mqa|wq_a|wkv|indexer|compressor)\.")),
+    ("mixer", re.compile(r"\.(?:linear_attn|mixer\.(?:in_proj|out_proj)|mamba)\b")),
+    ("key_value", re.compile(rf"\.(?:k_proj|v_proj){_MATRIX}")),
+    ("query_output", re.compile(r"\.(?:q_proj|o_proj|q_b_proj|kv_b_proj|qkv_proj|dense|out_proj|query_key_value)\."
+                                r"(?:weight|qweight)")),
+    ("mlp", re.compile(r"\.(?:mlp|block_sparse_moe|feed_forward|experts|shared_experts?)\..*(?:weight|qweight)")),
+)  # fmt: skip
+_PACKED = {"U8": 2, "I32": 8}  # numbers of four bits that are stored as one of these
+
+
+def is_loaded(tensor: Tensor, layers: int) -> bool:
+    """Whether vLLM loads it without speculation: layers for multi-token prediction stay in the file."""
+    found = _LAYER.search(tensor.name)
+    tower = _TOWER.search(tensor.name)
+    return not tensor.name.startswith("mtp.") and (tower is not None or found is None or int(found[1]) < layers)
+
+
+def numbers_of(tensors: Iterable[Tensor], weights: str) -> int:
+    """Parameters: as many as there are elements, or more where several are packed into one."""
+    packed = _PACKED if "4" in weights else {}
+    return sum(one.elements * packed.get(one.dtype, 1) for one in tensors)
 
 
 def by_part(tensors: Iterable[Tensor]) -> Parts:
@@ -156,6 +177,8 @@ def by_part(tensors: Iterable[Tensor]) -> Parts:
 
 def _part(tensor: Tensor) -> str:
     name = tensor.name
+    if _TOWER.search(name):
+        return "tower"
     if not _LAYER.search(name):
         if "embed" in name or "wte" in name:
             return "embedding"
