@@ -5,14 +5,23 @@ from __future__ import annotations
 import grp
 import os
 import pwd
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from corral.base.errors import AccessError
-from corral.base.files import writable_by_others
+from corral.base.files import make_private_dir
+from corral.base.home import engines_dir, home_dir
+from corral.base.lock import exclusive_lock
+from corral.base.owners import writable_by_others
+from corral.deploy.deployment.folder import DeploymentFolder
+from corral.deploy.deployment.start_times import remember_start
 from corral.deploy.profile import folders
 from corral.deploy.profile.profile import all_profiles, load_profile
+from corral.engines import environments
+from corral.plan.measured import StorageReading, remember_storage_speed
+from corral.serve.gateway.keys import add_key
 from tests.unit.conftest import in_process
 
 STRANGER = 54321
@@ -122,3 +131,56 @@ def test_a_shared_project_is_trusted_when_its_user_says_so(
     code, _, err = run("trust", str(shared / "nothing"))
     assert code == 3
     assert "nothing" in err
+
+
+MAKERS: dict[str, Callable[[], object]] = {
+    "a key": lambda: add_key("x"),
+    "a lock": lambda: (
+        exclusive_lock(engines_dir() / ".x.lock", lambda _: None).__enter__().__exit__(None, None, None)
+    ),
+    "an engine": lambda: environments._refuse_small_disk("cpu"),
+    "lengths of starts": lambda: remember_start("kind", {"loading": 1.0}),
+    "storage": lambda: remember_storage_speed(home_dir(), "CPU", StorageReading(1.0, "x", 0.0)),
+    "a deployment": lambda: DeploymentFolder.of("x").create(),
+}
+
+
+@pytest.mark.parametrize("what", MAKERS)
+def test_a_new_home_is_private_whatever_the_umask(clean_home: Path, what: str) -> None:
+    before = os.umask(0o002)
+    try:
+        MAKERS[what]()
+    finally:
+        os.umask(before)
+    assert home_dir().stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize(("part", "words"), [("gateway", ("gateway", "key", "list")), ("engines", ("engine", "list")),
+                                             ("deployments", ("ps",)), ("fleets", ("ps",))])  # fmt: skip
+def test_what_a_colleague_put_into_the_home_is_not_used(
+    clean_home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    part: str, words: tuple[str, ...],
+) -> None:  # fmt: skip
+    """A home that was made under umask 002: whoever may write to it can replace a folder in it."""
+    folder = home_dir() / part
+    make_private_dir(folder)
+    run = in_process(capsys)
+    assert run(*words)[0] == 0
+    give_away(monkeypatch, folder)
+    code, _, err = run(*words)
+    assert code == AccessError.exit_code
+    assert str(folder) in err
+    assert str(STRANGER) in err
+    monkeypatch.setenv("CORRAL_TRUST_USERS", str(STRANGER))
+    assert run(*words)[0] == 0
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o1777])
+def test_a_home_that_everybody_may_write_to_is_refused(
+    clean_home: Path, capsys: pytest.CaptureFixture[str], mode: int
+) -> None:
+    make_private_dir(home_dir())
+    home_dir().chmod(mode)
+    code, _, err = in_process(capsys)("ps")
+    assert code == AccessError.exit_code
+    assert f"everybody may write to {home_dir()}" in err

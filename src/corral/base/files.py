@@ -6,16 +6,11 @@ UTF-8, is exit code 10.
 
 from __future__ import annotations
 
-import grp
 import os
-import pwd
 import re
 import shlex
 import shutil
-import stat
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from corral.base.errors import AccessError, DataError, NotFoundError
 from corral.base.record import nearest
@@ -25,11 +20,11 @@ __all__ = [
     "create_private",
     "existing_file",
     "is_gone",
+    "make_dir",
     "make_private_dir",
     "read_key",
     "read_text",
     "remove_tree",
-    "writable_by_others",
     "write_atomic",
 ]
 
@@ -100,48 +95,17 @@ def create_private(path: Path, like: Path | None = None) -> int:
     return descriptor
 
 
-def make_private_dir(path: Path) -> None:
-    """Make a folder, and its missing parents, that only the owner may enter."""
+def make_dir(path: Path) -> None:
+    """Make a folder and its missing parents; only the owner may enter what is made here."""
     if not path.parent.exists():
-        make_private_dir(path.parent)  # `mode` of mkdir does not apply to parents
+        make_dir(path.parent)  # `mode` of mkdir does not apply to parents
     path.mkdir(exist_ok=True, mode=0o700)
+
+
+def make_private_dir(path: Path) -> None:
+    """Make a folder, and its missing parents, that only the owner may enter, also where it is there already."""
+    make_dir(path)
     path.chmod(0o700)
-
-
-def writable_by_others(path: Path) -> str:
-    """Who, besides this user and root, may have written what is at a path, as a sentence; empty where nobody may.
-
-    In a sticky folder everyone may add files, and nobody may replace another's.
-    """
-    for status in (path.lstat(), path.stat()):  # of a link, and of what it leads to
-        if status.st_uid not in (0, os.geteuid()):
-            return f"{path} belongs to {_name(pwd.getpwuid, status.st_uid)}"
-    if stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX:
-        return ""
-    if status.st_mode & stat.S_IWOTH:
-        return f"everybody may write to {path}"
-    if status.st_mode & stat.S_IWGRP and not _is_alone(status.st_gid):
-        return f"the group {_name(grp.getgrgid, status.st_gid)} may write to {path}"
-    return ""
-
-
-def _is_alone(gid: int) -> bool:
-    """Whether a group is this user's own, as many systems make one for each user: it has the user's name, and no
-    other member.
-    """
-    try:
-        me, group = pwd.getpwuid(os.geteuid()).pw_name, grp.getgrgid(gid)
-    except KeyError:
-        return False
-    return group.gr_name == me and set(group.gr_mem) <= {me}
-
-
-def _name(look_up: Callable[[int], Sequence[Any]], number: int) -> str:
-    """The name of a user or group; its number where it has none here."""
-    try:
-        return str(look_up(number)[0])
-    except KeyError:
-        return str(number)
 
 
 def remove_tree(path: Path, mark: str = "") -> None:

@@ -17,6 +17,9 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from corral.base.errors import AccessError
+from corral.base.owners import TRUST_USERS, foreign_owner, user_name, writable_by_others
+
 HANGS_S = 3.0
 
 
@@ -48,6 +51,25 @@ def watch_home(say: Callable[[str], None], hangs_s: float = HANGS_S) -> threadin
     waiting = threading.Thread(target=wait, daemon=True)
     waiting.start()
     return waiting
+
+
+def refuse_foreign_home() -> None:
+    """Raise where somebody else may have put something into the home: keys, engines and deployments are trusted."""
+    home = home_dir()
+    try:
+        if problem := writable_by_others(home):
+            raise AccessError(
+                f"Corral's home is not private: {problem}.",
+                f"Look for what is not yours (find {home} ! -user {user_name(os.geteuid())}), then: chmod 700 {home}",
+            )
+        problems = [foreign_owner(path) for path in home.iterdir()]
+    except OSError:  # it does not exist yet, or using it says what is wrong
+        return
+    if problem := next(filter(None, problems), ""):
+        raise AccessError(
+            f"{problem}, and so could hold another user's keys or programs.",
+            f"Remove it, or set {TRUST_USERS} if you trust that user with your account.",
+        )
 
 
 def engines_dir() -> Path:

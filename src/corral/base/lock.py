@@ -24,6 +24,7 @@ from types import TracebackType
 from typing import Self
 
 from corral.base.errors import DataError
+from corral.base.files import make_dir
 from corral.base.processes import Identity, own_identity
 from corral.base.record import from_json
 from corral.base.untrusted import parse_json
@@ -69,7 +70,7 @@ class FileLock:
         self._beating = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        make_dir(self.path.parent)
         while not try_lock(self.path):
             holder = lock_holder(self.path)
             if holder is None:

@@ -15,7 +15,7 @@ import click
 
 from corral import __version__
 from corral.base.errors import INTERRUPTED, CorralError, UsageError
-from corral.base.home import watch_home
+from corral.base.home import refuse_foreign_home, watch_home
 from corral.base.record import nearest
 from corral.base.untrusted import plain, plain_json
 
@@ -136,6 +136,7 @@ def root(debug: bool) -> None:
     if debug:
         os.environ["CORRAL_DEBUG"] = "1"
     watch_home(lambda text: click.echo(f"corral: {text} …", err=True))
+    refuse_foreign_home()
 
 
 def main(argv: list[str] | None = None) -> NoReturn:

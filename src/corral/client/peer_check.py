@@ -1,7 +1,6 @@
 """Who is at the other end of a connection within this machine, asked before a key is sent through it.
 
-The port of a server that is away can be taken by any user of the machine. Trusted are this user, root, and the users
-named in `CORRAL_TRUST_USERS` (names or numbers, with commas between): for a server that somebody else runs.
+Any user of the machine can take the port of a server that is away; `base/owners.py` says which users are trusted.
 Connections that open at the same time share one reading of the kernel's list, which can be long.
 """
 
@@ -10,13 +9,12 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-import pwd
 import socket
 
+from corral.base.owners import TRUST_USERS, trusted_users, user_name
 from corral.client.errors import StrangerError
 from corral.node.sockets import is_local, peer_owners, tcp_sockets
 
-TRUST_USERS = "CORRAL_TRUST_USERS"
 Address = tuple[str, int]
 Question = tuple[Address, Address, "asyncio.Future[set[int]]"]
 
@@ -25,7 +23,7 @@ class PeerCheck:
     """Checks the connections to one server, in one event loop."""
 
     def __init__(self, where: str) -> None:
-        self._where, self._trusted = where, _trusted()
+        self._where, self._trusted = where, trusted_users()
         self._questions: list[Question] = []
         self._reading: asyncio.Task[None] | None = None
 
@@ -69,25 +67,8 @@ class PeerCheck:
 
 
 def _refusal(where: str, uid: int) -> StrangerError:
-    try:
-        user = pwd.getpwuid(uid).pw_name
-    except KeyError:
-        user = f"number {uid}"
+    user = user_name(uid)
     return StrangerError(
         f"the port of {where} is held by another user of this machine ({user}); no key was sent.",
         f"Is the server running? If {user} runs it for you, set {TRUST_USERS}={uid}.",
     )
-
-
-def _trusted() -> set[int]:
-    users = {0, os.getuid(), os.geteuid()}
-    for word in os.environ.get(TRUST_USERS, "").split(","):
-        name = word.strip()
-        if name.isascii() and name.isdigit():
-            users.add(int(name))
-        elif name:
-            try:
-                users.add(pwd.getpwnam(name).pw_uid)
-            except KeyError:
-                continue  # there is no such user
-    return users

@@ -27,7 +27,7 @@ from importlib import resources
 from pathlib import Path
 
 from corral.base.errors import EngineError, NotFoundError, UnreachableError
-from corral.base.files import remove_tree, write_atomic
+from corral.base.files import make_dir, remove_tree, write_atomic
 from corral.base.home import engines_dir
 from corral.base.lock import exclusive_lock
 from corral.base.record import dump_json, load_json
@@ -149,7 +149,7 @@ def install(
 
 
 def _refuse_small_disk(flavour: str) -> None:
-    engines_dir().mkdir(parents=True, exist_ok=True)
+    make_dir(engines_dir())
     free = shutil.disk_usage(engines_dir()).free
     if free < NEEDED_GIB[flavour] << 30:
         raise EngineError(

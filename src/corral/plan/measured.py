@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from corral.base.errors import CorralError, DataError
-from corral.base.files import make_private_dir, write_atomic
+from corral.base.files import make_dir, make_private_dir, write_atomic
 from corral.base.home import home_dir
 from corral.base.record import dump_json, from_json, to_json
 from corral.plan.candidate import Tuning
@@ -199,7 +199,7 @@ def calibration_path(home: Path) -> Path:
 
 def append_lesson(home: Path, differences: Differences) -> None:
     """Add one lesson, durably; a crash can only cut the last line."""
-    home.mkdir(parents=True, exist_ok=True)
+    make_dir(home)
     line = json.dumps(to_json(differences), ensure_ascii=False) + "\n"
     try:
         handle = os.open(calibration_path(home), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

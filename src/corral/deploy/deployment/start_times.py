@@ -26,7 +26,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from corral.base.errors import CorralError
-from corral.base.files import write_atomic
+from corral.base.files import make_dir, write_atomic
 from corral.base.home import home_dir
 from corral.base.record import dump_json, from_json, load_json, to_json
 from corral.base.untrusted import parse_json
@@ -241,7 +241,7 @@ def remember_start(kind: str, took: Mapping[str, float]) -> None:
     kinds[kind] = _Kind(time.time(), phases)
     newest = sorted(kinds.items(), key=lambda entry: entry[1].at_s)[-MOST_KINDS:]
     try:
-        starts_path().parent.mkdir(parents=True, exist_ok=True)
+        make_dir(starts_path().parent)
         write_atomic(starts_path(), dump_json(_Starts(kinds=dict(newest))))
     except OSError:
         return

@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import stat
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,7 +25,8 @@ from importlib import resources
 from pathlib import Path
 
 from corral.base.errors import AccessError, NotFoundError, UsageError
-from corral.base.files import make_private_dir, writable_by_others, write_atomic
+from corral.base.files import make_private_dir, write_atomic
+from corral.base.owners import foreign_owner, writable_by_others
 from corral.base.record import nearest
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -112,7 +114,10 @@ def refuse_foreign(file: ProfileFile) -> None:
     project = file.path.parents[2]
     for path in (project, file.path.parents[1], file.path.parent, file.path):
         try:
-            problem = writable_by_others(path)
+            sticky = (
+                path == project and path.stat().st_mode & stat.S_ISVTX
+            )  # nobody can replace another's files there
+            problem = foreign_owner(path) if sticky else writable_by_others(path)
         except OSError:  # reading it says what is wrong
             continue
         if problem and str(project.resolve()) not in _trusted():

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from corral.base.errors import CorralError, EngineError, UsageError
+from corral.base.files import make_dir
 from corral.base.shell import Completed, run
 from corral.deploy.slurm.cluster import Cluster, NodeShape, Partition, discover, gpu_of, shortage
 from corral.deploy.slurm.commands import ask
@@ -128,7 +129,7 @@ REMEDY = "Set CORRAL_HOME to a folder that login and compute nodes share, usuall
 
 def refuse_unseen(home: Path, where: Sequence[str]) -> None:
     """Raise when a node does not see the home; `where` are the options that lead to the partition."""
-    home.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_dir(home)
     if (home / MARK).exists() or _kind(home).startswith(SHARED):
         return
     probe = home / f".probe-{secrets.token_hex(4)}"

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from corral.base.errors import CorralError
-from corral.base.files import write_atomic
+from corral.base.files import make_dir, write_atomic
 from corral.base.home import cache_dir
 from corral.base.record import dump_json, from_json, load_json
 from corral.base.shell import run
@@ -137,7 +137,7 @@ def remember_cpu_speed(kind: CpuKind, speed: CpuSpeed) -> None:
         if old.products == speed.products:
             speed = _joined(old, speed)
     path = _path(kind)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_dir(path.parent)
     write_atomic(path, dump_json(Remembered(kind, (*others, speed))), 0o644)
 
 
