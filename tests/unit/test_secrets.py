@@ -11,11 +11,20 @@ import pytest
 from click.testing import CliRunner
 
 from corral.base import ssh
+from corral.base.files import write_atomic
+from corral.base.masking import is_secret_name, masked_argv
+from corral.base.record import dump_json
 from corral.base.shell import Completed
 from corral.cli import root
-from corral.deploy.launch.paste import is_secret_name
+from corral.console.commands import line_of
+from corral.console.statuses import deployment_row
+from corral.deploy.deployment.state import Patience
+from corral.deploy.launch.paste import masked
+from corral.deploy.launch.render import LaunchSpec, RankSpec
 from corral.engines import environments
 from corral.engines.locks import Sources, parse_sources
+from corral.lab.bench.fingerprint import _flags
+from tests.console_home import make
 
 
 # ------------------------------------------------------------------------------------------------- package indexes
@@ -105,3 +114,62 @@ def test_the_users_runtime_folder_is_taken_where_it_is_private(
     assert ssh.socket_folder() == tmp / "run" / "corral-ssh"
     (tmp / "run").chmod(0o755)
     assert ssh.socket_folder().parent == tmp
+
+
+# ------------------------------------------------------------------------------------------------- argument lists
+SECRET_WORDS = [
+    (("--env", "HF_TOKEN=hush"), ("--env", "HF_TOKEN=****")),
+    (("--env=HF_TOKEN=hush",), ("--env=HF_TOKEN=****",)),
+    (("HF_TOKEN=a=hush",), ("HF_TOKEN=****",)),
+    (("--", "--hf-token", "hush"), ("--", "--hf-token", "****")),
+    (("--", "--hf_token", "hush"), ("--", "--hf_token", "****")),
+    (("--hf-token=hush",), ("--hf-token=****",)),
+    (("--api-key", "hush", "hush"), ("--api-key", "****", "****")),
+    (("--api-key", "hush", "--port", "1"), ("--api-key", "****", "--port", "1")),
+    (("--API-KEY", "-hush"), ("--API-KEY", "****")),
+]
+PLAIN_WORDS = [
+    ("--max-num-batched-tokens", "8192", "--tokenizer", "x", "--ssl-keyfile", "/k", "--key-file", "/k"),
+    ("--return-tokens-as-token-ids", "--port", "1", "HF_TOKEN_PATH=/x", "--tool-call-parser", "llama3_json"),
+    ("up", "--name", "a", "smollm2", "--env", "VLLM_LOGGING_LEVEL=DEBUG"),
+]
+
+
+@pytest.mark.parametrize(("words", "shown"), SECRET_WORDS)
+def test_secrets_in_arguments_are_masked_in_every_form(words: tuple[str, ...], shown: tuple[str, ...]) -> None:
+    assert masked_argv(words) == shown
+
+
+@pytest.mark.parametrize("words", PLAIN_WORDS)
+def test_arguments_that_only_look_like_secrets_stay(words: tuple[str, ...]) -> None:
+    assert masked_argv(words) == words
+
+
+@pytest.mark.parametrize("words", [words for words, _ in SECRET_WORDS])
+def test_the_console_shows_no_secret_of_a_command(clean_home: Path, words: tuple[str, ...]) -> None:
+    made = make("one", words=("up", "smollm2", *words)).agent().course(("starting", 1), ("ready", 20))
+    _, row = deployment_row(made.folder)
+    assert row is not None
+    assert row["restart"] is None
+    assert "hush" not in json.dumps(row)
+    assert "hush" not in line_of(["up", *words])
+
+
+@pytest.mark.parametrize("words", [words for words, _ in SECRET_WORDS])
+def test_a_report_of_a_measurement_shows_no_secret(clean_home: Path, words: tuple[str, ...]) -> None:
+    made = make("one")
+    rank = RankSpec(0, "here", ("vllm", "serve", "m", *words), {}, (), "/", None)
+    launch = LaunchSpec(
+        1, "one", "id", "m", "m", "m", "vllm", "local", "managed", "single", "", (rank,), (), Patience(), {}
+    )
+    write_atomic(made.folder.launch, dump_json(launch))
+    assert "hush" not in " ".join(_flags(made.folder))
+    assert "hush" not in dump_json(masked(launch))
+
+
+@pytest.mark.parametrize("shown", [[], ["--shell"]])
+def test_a_dry_run_masks_secrets_of_the_engine(clean_home: Path, shown: list[str]) -> None:
+    done = CliRunner().invoke(root, ["up", "--dry-run", *shown, "--", "--hf-token", "hush-hush"])
+    assert done.exit_code == 0, done.output
+    assert "--hf-token" in done.output
+    assert "hush-hush" not in done.output

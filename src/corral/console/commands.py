@@ -21,6 +21,7 @@ from pathlib import Path
 from corral.base.errors import NotFoundError
 from corral.base.files import make_private_dir
 from corral.base.home import home_dir
+from corral.base.masking import masked_argv
 from corral.deploy.deployment.diagnosis import last_lines
 
 KEPT = 50
@@ -28,8 +29,8 @@ LINES = 200
 
 
 def line_of(argv: Sequence[str]) -> str:
-    """The line that does the same in a terminal."""
-    return shlex.join(["corral", *argv])
+    """The line that does the same in a terminal; it shows no secret."""
+    return shlex.join(["corral", *masked_argv(argv)])
 
 
 @dataclass(frozen=True)

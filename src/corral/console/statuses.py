@@ -22,13 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from corral.base.errors import CorralError
+from corral.base.masking import masked_argv
 from corral.base.record import load_json, to_json
 from corral.console.commands import line_of
 from corral.deploy.deployment.events import Event, read_events
 from corral.deploy.deployment.folder import DeploymentFolder, all_folders
 from corral.deploy.deployment.start_times import Expected, Phase, course_of, ends_at_s, expected_of
 from corral.deploy.deployment.state import ENDED, State
-from corral.deploy.launch.paste import is_secret_name
 from corral.deploy.lifecycle.deployments import (
     HeldJob,
     RankMember,
@@ -315,7 +315,7 @@ def restart_argv(record: Record) -> list[str] | None:
     argv = list(record.words)
     if not argv or argv[0] != "up" or chain_of(record.name) != record.name:
         return None
-    if any(is_secret_name(word.partition("=")[0]) for word in argv if "=" in word):
+    if list(masked_argv(argv)) != argv:
         return None
     own = argv[1 : argv.index("--")] if "--" in argv else argv[1:]
     deployments = any(word == "--name" or word.startswith("--name=") for word in own)

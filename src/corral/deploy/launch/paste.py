@@ -4,53 +4,36 @@ Each node gets its files, its secrets (made there, unless they exist) and one co
 pasted on this machine: workers go to the background, and the head comes last. A batch job is the very one that Corral
 submits, with its agents: the command of each rank is shown above the template that holds it.
 
-`masked` leaves out the values of variables that are named like secrets: a dry run is for terminals and tickets.
+`masked` leaves out the values of secrets: a dry run is for terminals and tickets.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePath
 
+from corral.base.masking import MASK, is_secret_name, masked_argv, secrets_in, without
 from corral.base.shell import quote_command
 from corral.deploy.launch.links import RAY_SCRIPT
 from corral.deploy.launch.render import LaunchSpec, PlacedFile, RankSpec
-
-MASK = "****"
-_SECRETS = "API_?KEY|KEY|TOKEN|SECRET|PASS|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?"
-_SECRET = re.compile(rf"(^|_)({_SECRETS})($|_)", re.IGNORECASE)
-_REFERENCE = re.compile(r"_(FILE|PATH|DIR|MODE|URL)$", re.IGNORECASE)
-
-
-def is_secret_name(name: str) -> bool:
-    """Whether a variable of this name holds a secret, and not a path or an address."""
-    return bool(_SECRET.search(name)) and not _REFERENCE.search(name)
 
 
 def masked(spec: LaunchSpec) -> LaunchSpec:
     """The same launch without the values of secrets, wherever they are."""
     secrets = {value for rank in spec.ranks for name, value in rank.env.items() if is_secret_name(name) and value}
+    secrets |= {value for rank in spec.ranks for value in secrets_in(rank.argv)}
     ranks = tuple(
         replace(
             rank,
-            env={
-                name: MASK if is_secret_name(name) else _without(value, secrets) for name, value in rank.env.items()
-            },
-            argv=tuple(_without(word, secrets) for word in rank.argv),
+            env={name: MASK if is_secret_name(name) else without(value, secrets) for name, value in rank.env.items()},
+            argv=tuple(without(word, secrets) for word in masked_argv(rank.argv)),
         )
         for rank in spec.ranks
     )
-    return replace(spec, ranks=ranks, script=_without(spec.script, secrets))
-
-
-def _without(text: str, secrets: set[str]) -> str:
-    for secret in sorted(secrets, key=len, reverse=True):
-        text = text.replace(secret, MASK)
-    return text
+    return replace(spec, ranks=ranks, script=without(spec.script, secrets))
 
 
 END = "CORRAL"  # of a here-document

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import corral
 from corral.base.errors import CorralError, DataError
+from corral.base.masking import masked_argv
 from corral.base.record import load_json
 from corral.client.client import Client
 from corral.client.endpoint import Endpoint
@@ -88,7 +89,7 @@ def _flags(folder: DeploymentFolder) -> tuple[str, ...]:
     except (OSError, DataError, IndexError):
         return ()
     flags: list[str] = []
-    for word in argv:
+    for word in masked_argv(argv):
         if word.startswith("--"):
             flags.append(word)
         elif flags and "=" not in flags[-1] and " " not in flags[-1]:
