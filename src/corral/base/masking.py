@@ -1,6 +1,6 @@
-"""Secrets in what is shown: command lines, reports and dry runs are for terminals, tickets and other readers.
+"""Secrets are left out of what is shown: command lines, reports and dry runs are read by others too.
 
-The name of a variable (`HF_TOKEN=…`) or of a flag (`--hf-token …`, `--hf-token=…`) says that its value is one. A path or
+The name of a variable (`HF_TOKEN=…`) or of a flag (`--hf-token …`, `--hf-token=…`) tells them. A path or
 an address (`CORRAL_KEY_FILE`) is none.
 """
 
