@@ -421,6 +421,20 @@ async def test_tokens_of_a_request_that_nobody_took_are_given_back(tmp_path: Pat
 
 
 @in_loop
+async def test_a_prompt_that_is_refused_costs_its_key_nothing(tmp_path: Path) -> None:
+    grants = [KeyGrant("alice", digest_of(KEY.encode()), tpm=100_000)]
+    with servers(tmp_path, 1, max_model_len=256) as (a,):
+        async with gateway_to(a.url, grants=grants) as gateway:
+            user = gateway.keys.all()[0]
+            assert user.tokens_bucket
+            before = user.tokens_bucket._level
+            answer = await exchange(gateway.url, post({"model": "fake", **chat("word " * 40_000, 0, 64)}))
+            assert answer.startswith(b"HTTP/1.1 400")
+            assert user.tokens_bucket._level == pytest.approx(before, abs=64)
+            assert [row[2:] for row in user.served.values()] == [[0.0, 0.0]]
+
+
+@in_loop
 async def test_a_request_for_very_many_answers_does_not_wait_for_an_empty_server(tmp_path: Path) -> None:
     async with gateway_to("http://127.0.0.1:1", seats=8) as gateway:
         member = gateway.members[0]

@@ -393,3 +393,24 @@ def test_usage_is_found_at_the_end_only_where_it_is_one() -> None:
     bare = find_usage(b'"usage": {"prompt_tokens": 5, "completion_tokens": 2, "prompt_tokens_details": null}')
     assert bare
     assert bare.cached_tokens is None
+
+
+@pytest.mark.parametrize(
+    "tail",
+    [
+        b'{"output":[{"text":"x"}],"usage":{"input_tokens":31,"input_tokens_details":{"cached_tokens":16},'
+        b'"output_tokens":7,"total_tokens":38},"user":null}',
+        b'event: message_delta\ndata: {"type":"message_delta","usage":{"input_tokens":31,"output_tokens":7,'
+        b'"cached_tokens":16}}\n\nevent: message_stop\ndata: {"type":"message_stop"}\n\n',
+    ],
+)
+def test_usage_of_responses_and_messages(tail: bytes) -> None:
+    found = find_usage(tail)
+    assert found
+    assert (found.prompt_tokens, found.output_tokens, found.cached_tokens) == (31, 7, 16)
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "max_output_tokens"])
+def test_each_shape_names_its_longest_answer(name: str) -> None:
+    read = read_prompt(b'{"model":"m","input":"x","%s":50}' % name.encode(), scaled)
+    assert read.output_tokens == 50

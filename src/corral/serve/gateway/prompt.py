@@ -161,6 +161,7 @@ class _Fields(msgspec.Struct):
     tools: msgspec.Raw = EMPTY
     max_tokens: Any = None
     max_completion_tokens: Any = None
+    max_output_tokens: Any = None
     n: Any = None
     stream: Any = None
 
@@ -218,7 +219,8 @@ def read_prompt(body: bytes | bytearray, scale_of: Callable[[str | None], TokenS
     except (msgspec.MsgspecError, UnicodeError) as error:
         raise BadBodyError(str(error)[:200]) from None
     width = many * (_count(fields.n) or 1)
-    limit = _count(fields.max_completion_tokens) or _count(fields.max_tokens)
+    limits = (fields.max_completion_tokens, fields.max_output_tokens, fields.max_tokens)
+    limit = next(filter(None, map(_count, limits)), 0)
     output = min(limit, scale.output_tokens) if limit else scale.output_tokens
     seed = hash((model, bytes(fields.tools), ids))
     per_byte = 1 / ID_BYTES if ids else scale.per_byte
@@ -273,15 +275,21 @@ class AnswerUsage(NamedTuple):
     cached_tokens: int | None  # None: the server does not say
 
 
+_USAGE_NAMES = (
+    (b'"prompt_tokens":', b'"completion_tokens":'),
+    (b'"input_tokens":', b'"output_tokens":'),  # of /v1/responses and /v1/messages
+)
+
+
 def find_usage(tail: bytes) -> AnswerUsage | None:
     """The last `usage` in the end of an answer; text of the model cannot look like one: its quotes are escaped."""
     at = tail.rfind(b'"usage":')
     if at < 0:
         return None
-    prompt = _after(tail, b'"prompt_tokens":', at)
-    if prompt is None:
-        return None
-    return AnswerUsage(prompt, _after(tail, b'"completion_tokens":', at) or 0, _after(tail, b'"cached_tokens":', at))
+    for read, written in _USAGE_NAMES:
+        if (prompt := _after(tail, read, at)) is not None:
+            return AnswerUsage(prompt, _after(tail, written, at) or 0, _after(tail, b'"cached_tokens":', at))
+    return None
 
 
 def _after(tail: bytes, name: bytes, since: int) -> int | None:

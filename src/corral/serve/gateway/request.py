@@ -217,6 +217,8 @@ class ForwardedRequest:
         """Read its tokens from the end of the answer; without usage, a piece of a stream counts as one token."""
         usage = find_usage(b"".join((*self._before, *self._last))[-TAIL_BYTES:]) if whole and status == 200 else None
         if usage is None:
+            if whole and 400 <= status < 500:  # refused before a token was computed
+                self.prompt_tokens = 0.0
             self.output_tokens = float(self._pieces) if self._streams else 0.0
             return
         self.prompt_tokens, self.output_tokens = float(usage.prompt_tokens), float(usage.output_tokens)
