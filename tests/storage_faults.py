@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import errno
+import io
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,22 +13,24 @@ from typing import Any
 
 import pytest
 
-READS = ("open", "read_bytes", "read_text", "stat")
+READS = ((builtins, "open"), (io, "open"), (os, "open"), (os, "stat"), (os, "scandir"), (os, "listdir"))
 
 
 @contextlib.contextmanager
 def unreadable(*paths: Path, number: int = errno.ESTALE) -> Iterator[None]:
-    """Within the block, reading these files, or anything in these folders, fails in this process."""
+    """Within the block, opening or looking at these files, or anything in these folders, fails in this process."""
+    roots = tuple(map(str, paths))
     with pytest.MonkeyPatch.context() as patch:
-        for name in READS:
-            patch.setattr(Path, name, _failing(getattr(Path, name), paths, number))
+        for module, name in READS:
+            patch.setattr(module, name, _failing(getattr(module, name), roots, number))
         yield
 
 
-def _failing(real: Any, paths: tuple[Path, ...], number: int) -> Any:
-    def read(self: Path, *arguments: Any, **options: Any) -> Any:
-        if any(path == self or path in self.parents for path in paths):
-            raise OSError(number, os.strerror(number), str(self))
-        return real(self, *arguments, **options)
+def _failing(real: Any, roots: tuple[str, ...], number: int) -> Any:
+    def read(path: Any = ".", *arguments: Any, **options: Any) -> Any:
+        name = os.fspath(path) if isinstance(path, str | os.PathLike) else ""
+        if any(name == root or name.startswith(f"{root}/") for root in roots):
+            raise OSError(number, os.strerror(number), name)
+        return real(path, *arguments, **options)
 
     return read

@@ -6,6 +6,7 @@ UTF-8, is exit code 10.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
@@ -17,6 +18,7 @@ from corral.base.record import nearest
 from corral.node.files import write_atomic
 
 __all__ = [
+    "changed_s",
     "create_private",
     "existing_file",
     "is_gone",
@@ -24,6 +26,7 @@ __all__ = [
     "make_private_dir",
     "read_key",
     "read_text",
+    "records_in",
     "remove_tree",
     "write_atomic",
 ]
@@ -51,6 +54,23 @@ def is_gone(path: Path) -> bool:
     except OSError:
         return False
     return False
+
+
+def records_in(parent: Path, name: str) -> list[Path]:
+    """The files called `name` in the folders of `parent` that are not hidden, also those that cannot be read now."""
+    try:
+        folders = os.listdir(parent)  # noqa: PTH208 - a glob hides errors
+    except FileNotFoundError:
+        return []
+    records = (parent / folder / name for folder in sorted(folders) if not folder.startswith("."))
+    return [record for record in records if not is_gone(record)]
+
+
+def changed_s(path: Path) -> float:
+    """The wall-clock time at which a file last changed; 0 where that cannot be read."""
+    with contextlib.suppress(OSError):
+        return path.stat().st_mtime
+    return 0.0
 
 
 def read_text(given: str | Path) -> str:

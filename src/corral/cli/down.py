@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from corral.base.errors import CorralError, UsageError
+from corral.base.errors import CorralError, DataError, UsageError
 from corral.base.files import remove_tree
 from corral.cli.options import json_option
 from corral.deploy.deployment.folder import DeploymentFolder, all_folders
@@ -30,11 +30,11 @@ def command(names: tuple[str, ...], every: bool, purge: bool, as_json: bool) -> 
     say_waiting()
     if names and every:
         raise UsageError("both names and --all were given.", "`corral down NAME`, or `corral down --all`.")
-    fleets = [folder for folder in all_fleets() if not read_fleet(folder).closed] if every else _fleets(names)
+    failures: list[CorralError] = []
+    fleets = _every_fleet(failures) if every else _fleets(names)
     fleet_names = {folder.name for folder in fleets}
     rest = [name for name in names if name not in fleet_names] if names else [] if fleets else [None]
     stopped: list[deployments.Status] = []
-    failures: list[CorralError] = []
     for fleet in fleets:
         _end(fleet, purge, as_json, stopped, failures)
     folders = all_folders() if every else [choose_folder(name) for name in rest]
@@ -47,6 +47,18 @@ def command(names: tuple[str, ...], every: bool, purge: bool, as_json: bool) -> 
         print_json(stopped)
     if failures:
         raise failures[0]
+
+
+def _every_fleet(failures: list[CorralError]) -> list[FleetFolder]:
+    """All fleets that have not ended; why one cannot be read is added to `failures`."""
+    fleets = []
+    for folder in all_fleets():
+        try:
+            if not read_fleet(folder).closed:
+                fleets.append(folder)
+        except (CorralError, OSError) as error:
+            failures.append(error if isinstance(error, CorralError) else DataError(f"{error}.", "Try again."))
+    return fleets
 
 
 def _fleets(names: tuple[str, ...]) -> list[FleetFolder]:

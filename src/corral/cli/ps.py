@@ -9,8 +9,7 @@ from corral.deploy.deployment.state import ENDED, State
 from corral.deploy.lifecycle.deployments import statuses
 from corral.lab.report.screen import print_json, print_table
 from corral.lab.report.status import deployment_row, fleet_rows
-from corral.serve.fleet.record import all_fleets
-from corral.serve.fleet.status import fleet_status
+from corral.serve.fleet.status import fleet_statuses
 
 
 @click.command()
@@ -18,7 +17,7 @@ from corral.serve.fleet.status import fleet_status
 @json_option("All deployments as JSON.")
 def command(show_all: bool, as_json: bool) -> None:
     """List deployments and fleets with their members; without --all, those that run or failed."""
-    deployments, fleets = statuses(), [fleet_status(folder) for folder in all_fleets()]
+    deployments, fleets = statuses(), fleet_statuses()
     if as_json:
         print_json([*deployments, *fleets])
         return
@@ -34,3 +33,7 @@ def command(show_all: bool, as_json: bool) -> None:
         return
     headings = ["NAME", "STATE", "SINCE", "MODEL", "ENDPOINT", "LOAD" if rows and not shown else "ENGINE"]
     print_table(headings, [*rows, *map(deployment_row, shown)])
+    unknown = [(one.name, one.text) for one in fleets if one.state is State.UNKNOWN]
+    unknown += [(one.name, one.text) for one in shown if one.state is State.UNKNOWN]
+    for name, text in unknown:
+        click.echo(f"corral: {name}: {text}", err=True)

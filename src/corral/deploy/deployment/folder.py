@@ -14,7 +14,7 @@ from pathlib import Path
 from urllib.parse import quote, unquote
 
 from corral.base.errors import NotFoundError, UsageError
-from corral.base.files import make_private_dir, write_atomic
+from corral.base.files import changed_s, is_gone, make_private_dir, records_in, write_atomic
 from corral.base.home import deployments_dir
 from corral.base.record import nearest
 
@@ -154,15 +154,14 @@ class RankFolder:
 
 def all_folders() -> list[DeploymentFolder]:
     """Every deployment of this home, oldest first."""
-    records = list(deployments_dir().glob("*/deployment.json"))
-    records = [record for record in records if not record.parent.name.startswith(".")]
-    return [DeploymentFolder(record.parent) for record in sorted(records, key=lambda path: path.stat().st_mtime)]
+    records = sorted(records_in(deployments_dir(), "deployment.json"), key=changed_s)
+    return [DeploymentFolder(record.parent) for record in records]
 
 
 def open_folder(name: str) -> DeploymentFolder:
     """The folder of an existing deployment."""
     folder = DeploymentFolder.of(name)
-    if not folder.record.is_file():
+    if is_gone(folder.record):
         known = [other.name for other in all_folders()]
         guesses = nearest(name, known) or known
         remedy = f"Known: {', '.join(guesses)}." if guesses else "There are none yet: `corral up` starts one."

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from corral.base.errors import CorralError
+from corral.base.files import is_gone
 from corral.base.processes import Identity
 from corral.base.untrusted import parse_json
 from corral.deploy.deployment.diagnosis import Diagnosis, diagnose, explain_slow, last_lines
@@ -63,7 +64,7 @@ def verdict(
     if agents.state and (state not in ENDED or (agents.overrules and agents.reason is not reason)):
         state, reason = agents.state, agents.reason
         text, remedy = agents.text, agents.remedy
-    elif not folder.rank(0).agent.exists():
+    elif is_gone(folder.rank(0).agent):
         state, reason, text, remedy = _staged(made_by)
     elif state not in ENDED and agents.alive is False:
         state, reason, text, remedy = _lost(agents.machine_restarted, name)

@@ -76,7 +76,7 @@ class LocalTarget(Target):
 
     def agents(self, folder: DeploymentFolder) -> AgentsStatus:
         _STARTED[:] = [process for process in _STARTED if process.poll() is None]
-        ranks = folder.ranks()
+        ranks = folder.ranks() or [folder.rank(0)]
         agents = [_agent_of(rank) for rank in ranks]
         known = [agent for agent in agents if agent is not None]
         if not known or len(known) < len(ranks):
@@ -184,7 +184,7 @@ def _plain_python() -> str:
 
 
 def _agent_of(rank: RankFolder) -> Identity | None:
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(FileNotFoundError):
         return load_json(Identity, rank.agent)
     return None
 

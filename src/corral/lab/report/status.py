@@ -30,7 +30,7 @@ def deployment_row(status: Status) -> list[str]:
 
 def fleet_rows(fleet: FleetStatus) -> list[list[str]]:
     """A fleet as `ps` shows it: one row, and below it a row for each member with its load."""
-    counts = "" if fleet.state is State.STOPPED else f": {fleet.ready} of {fleet.wanted}"
+    counts = "" if fleet.state in (State.STOPPED, State.UNKNOWN) else f": {fleet.ready} of {fleet.wanted}"
     url = fleet.endpoint.base_url if fleet.endpoint else "-"
     load = f"{fleet.running} running, {fleet.waiting} waiting"
     row = [fleet.name, f"{fleet.state.value}{counts}", since(fleet.created_s), fleet.model, url, load]

@@ -30,8 +30,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import unquote
 
-from corral.base.errors import ConflictError, CorralError, NotFoundError
-from corral.base.files import make_private_dir, write_atomic
+from corral.base.errors import ConflictError, CorralError, NotFoundError, UsageError
+from corral.base.files import changed_s, is_gone, make_private_dir, records_in, write_atomic
 from corral.base.home import fleets_dir
 from corral.base.lock import FileLock, exclusive_lock, silence_s, wait_notice
 from corral.base.processes import Identity
@@ -303,8 +303,8 @@ def fleet_lock(folder: FleetFolder, say: Callable[[str], None] | None = None) ->
 
 def all_fleets() -> list[FleetFolder]:
     """Every fleet of this home, oldest first."""
-    records = [path for path in fleets_dir().glob("*/fleet.json") if not path.parent.name.startswith(".")]
-    return [FleetFolder(path.parent) for path in sorted(records, key=lambda path: path.parent.stat().st_ctime)]
+    records = records_in(fleets_dir(), "fleet.json")
+    return [FleetFolder(path.parent) for path in sorted(records, key=lambda path: changed_s(path.parent / "key"))]
 
 
 def living_fleets() -> list[Fleet]:
@@ -320,19 +320,20 @@ def living_fleets() -> list[Fleet]:
 
 def find_fleet(name: str) -> FleetFolder | None:
     """The fleet of that name, if there is one, and no deployment was made under the name after it had ended."""
-    with contextlib.suppress(CorralError, OSError):  # no name at all, or a record that cannot be read
+    try:
         folder = FleetFolder.of(name)
-        if not folder.record.is_file():
-            return None
-        later = DeploymentFolder.of(name).record.is_file() and bool(read_fleet(folder).closed)
-        return None if later else folder
-    return None
+    except UsageError:  # nothing can have that name
+        return None
+    if is_gone(folder.record):
+        return None
+    later = not is_gone(DeploymentFolder.of(name).record) and bool(read_fleet(folder).closed)
+    return None if later else folder
 
 
 def open_fleet(name: str) -> FleetFolder:
     """The folder of an existing fleet."""
     folder = FleetFolder.of(name)
-    if not folder.record.is_file():
+    if is_gone(folder.record):
         known = [other.name for other in all_fleets()]
         guesses = nearest(name, known) or known
         remedy = (
@@ -356,7 +357,7 @@ def held_gateways(folder: FleetFolder) -> dict[str, GatewayAddress]:
     One of another machine counts while it writes its load.
     """
     gateways: dict[str, GatewayAddress] = {}
-    for path in sorted(_gateway_files(folder), key=_stamp_s):
+    for path in sorted(_gateway_files(folder), key=changed_s):
         with contextlib.suppress(OSError, CorralError):
             id, saved = path.stem, load_json(GatewayAddress, path)
             if saved.holder is None or saved.holder.is_gone():
@@ -391,9 +392,3 @@ def _is_written(load: Path) -> bool:
     except OSError:
         return True
     return silence_s(load) <= SILENT_S
-
-
-def _stamp_s(path: Path) -> float:
-    with contextlib.suppress(OSError):
-        return path.stat().st_mtime
-    return 0.0

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from corral.base.errors import CorralError, LaunchError
+from corral.base.files import changed_s, is_gone
 from corral.base.lock import holder_of, lock_holder, silence_s
 from corral.base.wording import duration
 from corral.client.endpoint import Endpoint
@@ -26,6 +27,7 @@ from corral.serve.fleet.record import (
     GatewayLoad,
     Judgement,
     MemberLoad,
+    all_fleets,
     find_fleet,
     held_gateways,
     living_fleets,
@@ -121,6 +123,22 @@ def fleet_status(folder: FleetFolder) -> FleetStatus:
     )
 
 
+def fleet_statuses() -> list[FleetStatus]:
+    """Every fleet of this home; one whose record cannot be read is of unknown state, and hides no other."""
+    statuses = []
+    for folder in all_fleets():
+        try:
+            statuses.append(fleet_status(folder))
+        except FileNotFoundError:  # deleted meanwhile
+            continue
+        except (CorralError, OSError) as error:
+            text = error.in_full if isinstance(error, CorralError) else str(error)
+            of_what, counts = (folder.name, State.UNKNOWN, text, "-"), (0, 0, 0, 0, 0, 0)
+            made_s = changed_s(folder.key)
+            statuses.append(FleetStatus(*of_what, *counts, made_s, None, (), None, "unknown", ()))
+    return statuses
+
+
 def keeper_status(folder: FleetFolder) -> tuple[bool | None, str]:
     """Whether a fleet has a keeper, and which, or which it had; None where that cannot be read now."""
     try:
@@ -149,7 +167,7 @@ def member_status(member: FleetMember, load: MemberLoad | None = None) -> Member
     status, text = None, "not started yet"
     folder = DeploymentFolder.of(member.name)
     try:
-        current = deployments.status(folder) if folder.record.is_file() else None
+        current = None if is_gone(folder.record) else deployments.status(folder)
         if current is not None and not (current.state in ENDED and current.created_s < member.added_s):
             status, text = current, ""
     except (CorralError, OSError) as error:

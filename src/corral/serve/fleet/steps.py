@@ -172,6 +172,8 @@ def _leaving(fleet: Fleet, one: MemberFacts, since_s: float, now_s: float) -> li
         return []
     if one.state is None or one.state in ENDED:
         return [FleetStep(Act.FORGET, one.name, "it has left")]
+    if one.state is State.UNKNOWN:  # it may be serving
+        return []
     if fleet.chain:  # clients may use its own address: it ends with its job
         return []
     waited_s = now_s - since_s
