@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import urllib.error
 import urllib.request
 from pathlib import Path
-from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
+from corral.base.home import home_dir
 from corral.cli import root
 from corral.deploy.lifecycle import rendering
 from corral.deploy.lifecycle.decision import DeployRequest
@@ -58,9 +57,10 @@ def test_on_this_machine_it_serves(corral: Corral, tmp_path: Path) -> None:
     assert not (corral.home / "corral/deployments").exists()  # nobody takes it for a deployment
 
 
-def test_a_model_of_the_hub_is_fetched_there_and_no_hub_is_asked(
+def test_a_model_of_the_hub_is_pulled_first_and_no_hub_is_asked(
     clean_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A container that is started by hand has no token and no cache of the hub."""
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     monkeypatch.setattr("corral.plan.models.hub.read_repository", lambda *_: pytest.fail("the hub was asked"))
     monkeypatch.setattr("huggingface_hub.HfApi.auth_check", lambda *_: pytest.fail("the hub was asked"))
@@ -74,34 +74,64 @@ def test_a_model_of_the_hub_is_fetched_there_and_no_hub_is_asked(
     assert done.exit_code == 0, done.output
     assert "--gpus" in spec["ranks"][0]["argv"]
     assert spec["model_path"] == "meta-llama/Llama-3.1-70B-Instruct"
-    assert "meta-llama/Llama-3.1-70B-Instruct --served-model-name" in done.stdout
-    assert "HF_HUB_OFFLINE" not in done.stdout
-    assert "-u HF_TOKEN" not in done.stdout
+    folder = f"{home_dir()}/models/llama-3.1-70b-instruct"
+    assert f"-m corral pull meta-llama/Llama-3.1-70B-Instruct --to {folder}\n" in done.stdout
+    assert f"source={folder}," in done.stdout
+    assert f" {folder} --served-model-name" in done.stdout
 
 
-def test_over_ssh_the_profiles_adapters_and_addresses_are_there(
-    clean_home: Path, monkeypatch: pytest.MonkeyPatch
+SSH = {"hosts": ["node00", "10.0.0.2"], "gpus": "8xH100", "home": "/shared/corral"}
+
+
+def pasted(capture: list[str], **options: object) -> str:
+    wish = DeployRequest(
+        model="llama-3.1-70b", target="ssh", target_options={**SSH, **options}, runtime="docker", fixed={"data": 2}
+    )
+    return rendering.to_paste(wish, capture.append)
+
+
+def test_over_ssh_what_cannot_be_asked_is_left_open_and_said_in_the_text(
+    clean_home: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("CORRAL_SSH", NOBODY)
-    known = {"node00": "10.0.0.1", "10.0.0.2": "10.0.0.2"}
-    real = socket.getaddrinfo  # other tests' threads may still ask for their own
-
-    def looked_up(host: Any, *rest: Any, **named: Any) -> Any:
-        return [(2, 1, 6, "", (known[host], 0))] if host in known else real(host, *rest, **named)
-
-    monkeypatch.setattr("socket.getaddrinfo", looked_up)
-    options = {"hosts": ["node00", "10.0.0.2"], "gpus": "8xH100", "hca": "mlx5", "home": "/shared/corral"}
     notes: list[str] = []
-    wish = DeployRequest(
-        model="llama-3.1-70b", target="ssh", target_options=options, runtime="docker", fixed={"data": 2}
-    )
-    text = rendering.to_paste(wish, notes.append)
-    assert text.count("NCCL_IB_HCA=mlx5") == 2
-    assert "VLLM_HOST_IP=10.0.0.1 " in text  # an address, not the name
+    text = pasted(notes)
+    assert "VLLM_HOST_IP=@ADDRESS0@ " in text  # a name may lead to another network
     assert "VLLM_HOST_IP=10.0.0.2 " in text
-    assert any("as this machine resolves them" in note for note in notes)
+    assert "NCCL_IB_HCA==@HCA0@ " in text
+    assert "NCCL_SOCKET_IFNAME==@INTERFACE1@ " in text
+    assert any("fill in the nodes' own values" in line for line in text.splitlines() if line.startswith("# "))
     assert text.index("# rank 1") < text.index("# rank 0")  # the head comes last, and keeps the terminal
     assert text.count("<<'CORRAL' &\n") == 1
+    assert "pull meta-llama/Llama-3.1-70B --to /shared/corral/models/llama-3.1-70b --hosts node00,10.0.0.2\n" in text
+
+
+def test_over_ssh_what_a_profile_names_is_written_as_a_start_writes_it(
+    clean_home: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CORRAL_SSH", NOBODY)
+    text = pasted([], hca="mlx5", interface="bond0")
+    assert text.count("NCCL_IB_HCA=mlx5") == 2
+    assert text.count("NCCL_SOCKET_IFNAME==bond0 ") == text.count("GLOO_SOCKET_IFNAME=bond0 ") == 2
+
+
+def test_an_image_with_ray_is_built_on_each_node_before_it_is_run(
+    clean_home: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CORRAL_SSH", NOBODY)
+    wish = DeployRequest(
+        model="llama-3.1-405b", target="ssh", target_options=SSH, runtime="docker", link="ray",
+        runtime_options={"ray": "install"}, fixed={"pipeline": 2},
+    )  # fmt: skip
+    text = rendering.to_paste(wish, lambda _: None)
+    image = next(word for word in text.split() if word.startswith("corral-with-ray:"))
+    before, _, after = text.partition("# rank 1")
+    assert before.count("--quiet --tag") == 2
+    assert before.count(image) == 2
+    assert image in after
 
 
 def test_a_model_that_nodes_lack_is_brought_by_a_command_of_its_own(
@@ -115,7 +145,7 @@ def test_a_model_that_nodes_lack_is_brought_by_a_command_of_its_own(
         model=str(corral.model), target="ssh", target_options={**options, "models": None}, runtime="docker"
     )
     text = rendering.to_paste(wish, lambda _: None)
-    assert f"pull {corral.model} --hosts 10.0.0.1 --to /shared/corral/models/{corral.model.name}\n" in text
+    assert f"pull {corral.model} --to /shared/corral/models/{corral.model.name} --hosts 10.0.0.1\n" in text
     assert f" /shared/corral/models/{corral.model.name} --served-model-name" in text
     assert f"source=/shared/corral/models/{corral.model.name}," in text
 
@@ -129,5 +159,5 @@ def test_scripts_around_an_engine_are_not_shown_with_it(clean_home: Path) -> Non
     lines = rendering.to_paste(wish, lambda _: None).splitlines()
     shown = [line for line in lines if line.startswith("#   ")]
     assert len(shown) == 2
-    assert all("serve meta-llama/Llama-3.1-70B" in line for line in shown)
+    assert all("/models/llama-3.1-70b --served-model-name" in line for line in shown)
     assert lines[-2].startswith("sbatch ")

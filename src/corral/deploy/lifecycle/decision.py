@@ -190,7 +190,7 @@ def sized(
 ) -> tuple[Target, DeployDecision]:
     """The target and the decision for it; a scheduler is asked for as many nodes as the model needs."""
     target = load_target(request.target, request.target_options)
-    if note:  # a dry run touches no node, unless it prints commands to paste
+    if note:  # without it no node is asked
         _prepare(target, note, preview)
     try:
         return target, decide(request, target, preview)
@@ -210,7 +210,7 @@ def _prepare(target: Target, note: Callable[[str], None], preview: Preview | Non
     except (UnreachableError, AccessError) as error:
         if preview is None:
             raise
-        note(f"{error.message.rstrip('.')}; addresses are as this machine resolves them, without network adapters")
+        note(f"{error.message.rstrip('.')}; what is in @…@ could not be found: fill in the nodes' own values")
 
 
 def _plan(source: ModelSource, inventory: Inventory, request: DeployRequest, version: str, offline: bool) -> Plan:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import shlex
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -44,33 +43,49 @@ class Staged:
 
 def dry_run(
     request: DeployRequest,
-    note: Callable[[str], None] = lambda _: None,
+    note: Callable[[str], None] | None = None,
     inventory: Inventory | None = None,
     taken: set[int] | None = None,
 ) -> LaunchSpec:
-    """The very LaunchSpec that would run, with nothing installed, fetched or started."""
-    target, decision = sized(request, preview=Preview(inventory))
-    staged = _unstaged(decision, target, DeploymentFolder.of(decision.name), "dry-run", note)
+    """The very LaunchSpec that would run, with nothing installed, fetched or started. Without `note` asks no node."""
+    target, decision = sized(request, note, Preview(inventory))
+    note = note or (lambda _: None)
+    folder = DeploymentFolder.of(decision.name)
+    staged = _unstaged(decision, target, folder, "dry-run", _model_path(decision, target), note)
     return render_launch(staged, note, taken)
 
 
 def to_paste(request: DeployRequest, note: Callable[[str], None], inventory: Inventory | None = None) -> str:
-    """The same launch as commands to paste; they leave a deployment of the same name alone."""
-    target, decision = sized(request, note, Preview(inventory))
+    """The same launch as commands to paste, from nothing; they leave a deployment of the same name alone."""
+    notes: list[str] = []
+
+    def say(text: str) -> None:
+        notes.append(f"# {' '.join(text.split())}")
+        note(text)
+
+    target, decision = sized(request, say, Preview(inventory))
     folder = DeploymentFolder(home_dir() / "pasted" / DeploymentFolder.of(decision.name).path.name)
     launch_id = f"pasted{hashlib.sha256(decision.name.encode()).hexdigest()[:10]}"
-    staged = _unstaged(decision, target, folder, launch_id, note)
-    spec = masked(render_launch(staged, note))
-    return target.paste(spec, folder, _before(decision, staged.model_path, [rank.node for rank in spec.ranks]))
+    path, pull = _pasted_model(decision, target)
+    staged = _unstaged(decision, target, folder, launch_id, path, say)
+    spec = masked(render_launch(staged, say))
+    made = [check.argv for check in staged.runtime.check() if check.details.get("makes")]
+    first = [*pull, *(shlex.join(line) for argv in made for line in target.on_each(argv))]
+    return target.paste(spec, folder, [*notes, *first])
 
 
 def _unstaged(
-    decision: DeployDecision, target: Target, folder: DeploymentFolder, launch_id: str, note: Callable[[str], None]
+    decision: DeployDecision,
+    target: Target,
+    folder: DeploymentFolder,
+    launch_id: str,
+    path: str,
+    note: Callable[[str], None],
 ) -> Staged:
     """The launch as staging would make it, with nothing staged."""
     for text in decision.notes():
         note(text)
-    path, runtime = _model_path(decision, target), runtime_of(decision.request, target, decision.flavour)
+    runtime = runtime_of(decision.request, target, decision.flavour)
     return Staged(decision, target, folder, runtime, path, launch_id)
 
 
@@ -83,15 +98,18 @@ def _model_path(decision: DeployDecision, target: Target) -> str:
     return target.placed(here) if here else source.repo
 
 
-def _before(decision: DeployDecision, path: str, hosts: list[str]) -> list[str]:
-    """The commands that come before a launch by hand, or a comment on them."""
-    here = model_store.already_here(decision.source)
-    if here and path != str(here):
-        pull = [sys.executable, "-m", "corral", "pull", str(here), "--hosts", ",".join(hosts), "--to", path]
-        return [shlex.join(pull)]
-    if path == decision.source.repo:
-        return [f"# vLLM fetches {path} from the hub; after `corral pull {path}` this would serve it from disk"]
-    return []
+def _pasted_model(decision: DeployDecision, target: Target) -> tuple[str, list[str]]:
+    """The model's path on the nodes, and the command that brings it there where they lack it.
+
+    An engine that is started by hand has neither a token of the hub nor, in a container, the hub's cache.
+    """
+    source = decision.source
+    if source.kind == "hub" and (there := target.find_model(source, decision.least_bytes)):
+        return there, []
+    here = model_store.already_here(source)
+    path = target.placed(here) if here else f"{target.home()}/models/{source.name}"
+    reference = str(here) if here else source.name if source.kind == "embedded" else source.repo
+    return path, [] if path == str(here) else [shlex.join(target.pull_command(reference, path))]
 
 
 def render_launch(staged: Staged, note: Callable[[str], None], taken: set[int] | None = None) -> LaunchSpec:

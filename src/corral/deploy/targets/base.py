@@ -11,6 +11,7 @@ nodes again.
 from __future__ import annotations
 
 import contextlib
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -155,6 +156,14 @@ class NodeFiles:
     def fetch_model(self, source: ModelSource, progress: Progress) -> str | None:
         """Let the nodes fetch a model of the hub themselves; its path there. None: this machine fetches it."""
         return None
+
+    def pull_command(self, reference: str, folder: str) -> list[str]:
+        """The command that brings a model into this folder of the nodes."""
+        return [sys.executable, "-m", "corral", "pull", reference, "--to", folder]
+
+    def on_each(self, argv: Sequence[str]) -> list[list[str]]:
+        """A command as this machine runs it on every node."""
+        return [list(argv)]
 
     def refresh(self, folder: DeploymentFolder) -> None:
         """Bring what the agents wrote since the last time into the folder on this machine."""

@@ -6,17 +6,17 @@ what every node sees already is not copied.
 
 from __future__ import annotations
 
-import contextlib
-import socket
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from ipaddress import ip_address
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
 from corral.base.errors import ConflictError, CorralError, EngineError, UsageError
 from corral.base.files import make_private_dir
 from corral.base.home import home_dir
-from corral.base.ssh import MAY_ASK, Ssh, check_host, each
+from corral.base.ssh import Ssh, check_host, each
 from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.launch.links import Node
 from corral.deploy.targets.base import NodeFiles, Preflight, Progress
@@ -115,20 +115,21 @@ class SshNodes(Preflight, NodeFiles):
         return choose_fabric(facts, self.chosen.interface, self.chosen.hca, self.chosen.env)
 
     def nodes(self) -> tuple[Node, ...]:
+        if self.named and len(self.chosen.hosts) > 1:
+            return tuple(self._unasked(rank, host) for rank, host in enumerate(self.chosen.hosts))
         if self.named:
-            interface = self.chosen.interface
-            network = {
-                "NCCL_SOCKET_IFNAME": interface,
-                "GLOO_SOCKET_IFNAME": interface,
-                "NCCL_IB_HCA": self.chosen.hca,
-            }
-            env = {name: value for name, value in network.items() if value}
-            return tuple(Node(host, address_of(host), {**env, **self.chosen.env}) for host in self.chosen.hosts)
+            return (Node(self.chosen.hosts[0]),)
         self.facts()
         if len(self.chosen.hosts) == 1:
             return (Node(self.chosen.hosts[0]),)
         fabric = self._fabric()
         return tuple(Node(host, fabric.addresses[host], fabric.env(host)) for host in self.chosen.hosts)
+
+    def _unasked(self, rank: int, host: str) -> Node:
+        """A node with what the user names; tokens stand for what a start finds there, as in a batch job."""
+        interface, hca = self.chosen.interface or f"@INTERFACE{rank}@", self.chosen.hca or f"=@HCA{rank}@"
+        env = {"NCCL_SOCKET_IFNAME": f"={interface}", "GLOO_SOCKET_IFNAME": interface, "NCCL_IB_HCA": hca}
+        return Node(host, literal_address(host) or f"@ADDRESS{rank}@", {**env, **self.chosen.env})
 
     def inventory(self) -> Inventory:
         count, link = len(self.chosen.hosts), self.chosen.fabric or "ib-ndr"
@@ -209,6 +210,14 @@ class SshNodes(Preflight, NodeFiles):
         found = find_on_nodes(self.ssh, self.chosen.hosts, source, storage, least_bytes)
         return found.folder if found else None
 
+    def pull_command(self, reference: str, folder: str) -> list[str]:
+        own = [f"CORRAL_SSH={shlex.join(self.ssh.argv)}"] if self.chosen.identity or self.chosen.config else []
+        command = super().pull_command(reference, folder)
+        return [*(["env", *own] if own else []), *command, "--hosts", ",".join(self.chosen.hosts)]
+
+    def on_each(self, argv: Sequence[str]) -> list[list[str]]:
+        return [[*self.ssh.argv, host, shlex.join(argv)] for host in self.chosen.hosts]
+
     def fetch_model(self, source: ModelSource, progress: Progress) -> str | None:
         self.facts()
         if self._sees_hub or self._shares_home():  # the nodes see what this machine fetches
@@ -229,13 +238,12 @@ def bare(host: str) -> str:
     return host.rpartition("@")[2]
 
 
-def address_of(host: str) -> str:
-    """The address of a host as this machine resolves it; its name where it does not, or must not be looked up."""
-    if not MAY_ASK.get():
-        return bare(host)
-    with contextlib.suppress(OSError):
-        return str(socket.getaddrinfo(bare(host), None, type=socket.SOCK_STREAM)[0][4][0])
-    return bare(host)
+def literal_address(host: str) -> str:
+    """The host itself where it is an address; empty where it is a name, which may lead to another network."""
+    try:
+        return str(ip_address(bare(host)))
+    except ValueError:
+        return ""
 
 
 def refuse_skew(facts: Sequence[NodeFacts]) -> None:

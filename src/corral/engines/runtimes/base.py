@@ -149,7 +149,7 @@ class NodeCheck:
     remedy: str
     reports: str = ""  # name under which its last line of output is compared between nodes: "vllm", "image", …
     timeout_s: float = 30
-    details: Mapping[str, Any] = field(default_factory=dict)
+    details: Mapping[str, Any] = field(default_factory=dict)  # `makes`: what it asks for is made where it is lacking
     # the same question at little cost, for a queue's cheapest minute; empty: not asked there
     light: tuple[str, ...] = ()
 

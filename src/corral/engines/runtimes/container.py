@@ -313,6 +313,7 @@ class ContainerRuntime(InImage):
             ("sh", "-c", DERIVE, "corral-derive", self.program, self.run_image, self.image, REQUIREMENT),
             "The node must reach the registry and a package index. Or build such an image yourself: image=….",
             timeout_s=3600,
+            details={"makes": True},
         )
         return (answers, there, *((derived,) if self.options.ray else ()))
 
