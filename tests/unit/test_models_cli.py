@@ -40,9 +40,28 @@ def test_the_catalogue_says_what_fits(corral: Corral) -> None:
     assert eight["llama-3.1-405b"]["fits"] == "no"  # as it is stored, in bf16
     assert eight["llama-3.1-405b-fp8"]["fits"] != "no"
     assert eight["llama-3.1-405b"]["gated"]
-    shown = corral("models", "--gpus", "8xH100").out
+    shown = corral("models", "--gpus", "8xH100", "--all").out
     assert "FITS 8xH100" in shown.splitlines()[0]
     assert "812 GB" in shown
+
+
+def test_a_newcomer_sees_what_fits_once_and_by_size(corral: Corral) -> None:
+    told = corral("models", "--gpus", "1xL4").out.splitlines()
+    names = [line.split()[0] for line in told[1:-2]]
+    assert "qwen3-32b" not in names
+    assert "do not fit" in told[-1]
+    rows = {row["name"]: row for row in corral("models", "--gpus", "1xL4", "--json").json()}
+    sizes = [rows[name]["parameters"] for name in names]
+    assert sizes == sorted(sizes)
+    families = [rows[name]["family"] for name in names]
+    assert len(set(families)) == len(families)
+    assert len(rows) > 60
+
+
+def test_models_are_searched_by_name_and_task(corral: Corral) -> None:
+    found = {row["name"] for row in corral("models", "--search", "GPT oss", "--json").json()}
+    assert found == {"gpt-oss-20b", "gpt-oss-120b"}
+    assert "bge-m3" in corral("models", "--search", "embed").out
 
 
 def test_what_is_on_disk_is_shown_and_can_be_removed(corral: Corral, tmp_path: Path) -> None:

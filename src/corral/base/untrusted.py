@@ -28,12 +28,17 @@ def plain(text: str, most: int | None = None) -> str:
     return text if most is None or len(text) <= most else text[:most] + " …"
 
 
-def parse_json(data: bytes | str, what: str, most_bytes: int = MOST_BYTES, remedy: str = "") -> Any:
-    """The value of a JSON text; `what` names it in the error. NaN, infinities and endless numbers are refused."""
+def parse_json(
+    data: bytes | str, what: str, most_bytes: int = MOST_BYTES, remedy: str = "", infinities: bool = False
+) -> Any:
+    """The value of a JSON text; `what` names it in the error. Endless numbers are refused, and NaN and infinities
+    where they are not expected.
+    """
     if len(data) > most_bytes:
         raise DataError(f"{what} has {len(data):,} bytes; at most {most_bytes:,} are read.", remedy)
     try:
-        value = json.loads(data, parse_int=_whole, parse_float=_finite, parse_constant=_finite)
+        constant = float if infinities else _finite
+        value = json.loads(data, parse_int=_whole, parse_float=_finite, parse_constant=constant)
     except RecursionError:
         raise DataError(f"{what} is nested more than {DEEPEST} levels deep.", remedy) from None
     except ValueError as error:  # also for bytes that are not UTF-8

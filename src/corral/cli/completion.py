@@ -22,9 +22,9 @@ def _deployments() -> Iterator[str]:
 
 
 def _models() -> Iterator[str]:
-    from corral.plan.models.catalogue import CATALOGUE
+    from corral.plan.models.catalogue import entries
 
-    return iter(CATALOGUE)
+    return iter(entries())
 
 
 def _profiles() -> Iterator[str]:

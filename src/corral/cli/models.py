@@ -16,21 +16,54 @@ from corral.plan.models.store import ShelvedModel, known_name, on_disk, remove
 
 @click.group(cls=WholeGroup, invoke_without_command=True)
 @click.option("--gpus", metavar="SPEC", help="Ask whether they fit these GPUs instead (8xH100, 1xA100-40GB, …).")
-@json_option("The list as JSON.")
+@click.option("--search", metavar="WORDS", default="", help="Only models whose name or task has all of the words.")
+@click.option("--all", "everything", is_flag=True, help="Those that do not fit, and every stored format, too.")
+@json_option("All of them as JSON.")
 @click.pass_context
-def command(context: click.Context, gpus: str | None, as_json: bool) -> None:
-    """List models: the catalogue, what is on disk and where, and what fits this machine.
+def command(context: click.Context, gpus: str | None, search: str, everything: bool, as_json: bool) -> None:
+    """List models by size: what fits this machine, what is on disk and where.
 
-    Any other model of the Hugging Face hub works by its id, and any folder by its path.
+    Of a model that is stored in several formats the first that fits is shown. Any other model of the Hugging Face hub
+    works by its id, and any folder by its path.
     """
     if context.invoked_subcommand is not None:
         return
-    rows = _rows(_inventory(gpus), on_disk())
+    rows = _rows(_inventory(gpus), on_disk(), search)
     if as_json:
         print_json(rows)
         return
-    cells = [[r["name"], _gigabytes(r["bytes"]), r["fits"], "gated" if r["gated"] else "", r["path"]] for r in rows]
-    print_table(["NAME", "WEIGHTS", f"FITS {gpus or 'HERE'}", "ACCESS", "ON DISK"], cells, left=1, tail=3)
+    shown = rows if everything or search else _shown(rows)
+    cells = [
+        [r["name"], _billions(r), _gigabytes(r["bytes"]), r["fits"], ", ".join(_remarks(r)), r["path"]] for r in shown
+    ]
+    headings = ["NAME", "PARAMETERS", "WEIGHTS", f"FITS {gpus or 'HERE'}", "REMARKS", "ON DISK"]
+    print_table(headings, cells, left=1, tail=3)
+    if len(shown) < len(rows):
+        click.echo(f"\n{len(rows) - len(shown)} more do not fit or are other formats of these: --all, --search WORDS")
+
+
+def _shown(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What fits, once for each model, and what is on disk."""
+    families: set[str] = set()
+    shown = []
+    for row in rows:
+        fits = row["fits"] not in ("", "no") and row["family"] not in families
+        if fits or row["path"]:
+            shown.append(row)
+            families.add(row["family"])
+    return shown
+
+
+def _billions(row: dict[str, Any]) -> str:
+    if not row["parameters"]:
+        return ""
+    whole, active = row["parameters"] / 1e9, row["active_parameters"] / 1e9
+    return f"{whole:.3g} B" + (f", {active:.2g} active" if active < 0.7 * whole else "")
+
+
+def _remarks(row: dict[str, Any]) -> list[str]:
+    task = row["task"] if row["task"] not in ("", "generate") else ""
+    return [word for word in (task, "gated" if row["gated"] else "") if word]
 
 
 @command.command("remove")
@@ -58,13 +91,14 @@ def _inventory(gpus: str | None) -> Inventory:
     return parse_gpus(gpus) if gpus else probe()
 
 
-def _rows(inventory: Inventory, stored: list[ShelvedModel]) -> list[dict[str, Any]]:
-    from corral.plan.models.catalogue import CATALOGUE
+def _rows(inventory: Inventory, stored: list[ShelvedModel], search: str) -> list[dict[str, Any]]:
+    """Models of the catalogue by size, those stored as they were trained first, then what else is on disk."""
+    from corral.plan.models import catalogue
     from corral.plan.models.facts import facts_from_entry
 
     on_disk = {model.name: model for model in stored}
-    rows = []
-    for entry in CATALOGUE.values():
+    rows: list[dict[str, Any]] = []
+    for entry in catalogue.search(search):
         if entry.name.startswith("llama-3.1-405b-first-upload"):
             continue  # for checking old figures, not for serving
         facts, here = facts_from_entry(entry), on_disk.pop(entry.name, None)
@@ -72,29 +106,42 @@ def _rows(inventory: Inventory, stored: list[ShelvedModel]) -> list[dict[str, An
             {
                 "name": entry.name,
                 "repository": entry.repo,
+                "task": entry.task,
+                "family": entry.family,
+                "parameters": facts.parameters,
+                "active_parameters": facts.active_parameters,
+                "weights": facts.weights,
                 "bytes": facts.weights_bytes,
                 "fits": _fits(facts, inventory),
                 "gated": entry.gated,
                 "path": here.path if here else "",
             }
         )
+    rows.sort(key=lambda row: (row["parameters"], row["family"], -row["bytes"], row["name"]))
+    unknown = dict.fromkeys(rows[0], "") if rows else {}
     others = [
-        {"name": m.name, "repository": "", "bytes": m.stored_bytes, "fits": "", "gated": False, "path": m.path}
+        {**unknown, "name": m.name, "repository": "", "task": "", "family": m.name, "parameters": 0,
+         "active_parameters": 0, "bytes": m.stored_bytes, "fits": "", "gated": False, "path": m.path}
         for m in on_disk.values()
-    ]
+        if all(word in m.name.lower() for word in search.lower().split())
+    ]  # fmt: skip
     return rows + others
 
 
 def _fits(facts: Any, inventory: Inventory) -> str:
     """How it would run as it is stored: `yes`, `context 24,576` when not at full length, or `no`."""
-    from corral.plan.choose import make_plan
+    from corral.plan.candidate import Tuning
+    from corral.plan.choose import decide
     from corral.plan.contract import Goal
+    from corral.plan.settings import Fixed
 
-    as_stored = {"weights": facts.weights} if inventory.gpu else {}
-    plan = make_plan(facts, inventory, Goal(), as_stored)
-    if not plan.fits:
+    if inventory.gpu and facts.weights_bytes > inventory.gpus * inventory.memory_bytes_per_gpu:
         return "no"
-    return "yes" if plan.max_model_len >= facts.max_context else f"context {plan.max_model_len:,}"
+    made = decide(facts, inventory, Goal(), Fixed(weights=facts.weights if inventory.gpu else None), Tuning())
+    if not made.fits:
+        return "no"
+    length = made.chosen.max_model_len
+    return "yes" if length >= facts.max_context else f"context {length:,}"
 
 
 def _gigabytes(size: int) -> str:

@@ -22,7 +22,7 @@ from corral.plan.candidate import Candidate, Tuning
 from corral.plan.choose import compare, make_plan
 from corral.plan.contract import GOALS, Goal, Plan
 from corral.plan.hardware.inventory import GPUS, LINKS, Inventory, probe
-from corral.plan.models.catalogue import CATALOGUE
+from corral.plan.models.catalogue import entries
 from corral.plan.models.facts import ModelFacts, read_facts
 from corral.plan.models.hub import hub_is_off
 from corral.plan.models.store import on_disk
@@ -87,7 +87,7 @@ def routes(context: ConsoleContext) -> list[BaseRoute]:
 def plan_choices(facts_cache: FactCache) -> dict[str, Any]:
     """What the form offers."""
     here: Inventory = facts_cache.get("here", probe)
-    models = dict.fromkeys([*(model.name for model in on_disk()), *CATALOGUE])
+    models = dict.fromkeys([*(model.name for model in on_disk()), *entries()])
     profiles = [one.name for one in all_profiles()]
     return {
         "models": list(models),

@@ -149,4 +149,4 @@ def choices() -> dict[str, Any]:
          "flags": [{"flag": one.name, "help": one.help, "metavar": one.metavar} for one in _flags(name)]}
         for name in TARGETS
     ]  # fmt: skip
-    return {"models": [EMBEDDED, *catalogue.CATALOGUE], "profiles": profiles, "targets": targets, "goals": GOALS}
+    return {"models": [EMBEDDED, *catalogue.entries()], "profiles": profiles, "targets": targets, "goals": GOALS}

@@ -260,7 +260,7 @@ def _candidates(
 
 def _unplaceable(form: Form, inventory: Inventory, goal: Goal, fixed: Fixed, tuning: Tuning) -> Decision:
     """Nothing to try: what was fixed breaks a rule of vLLM's or does not fit into the nodes."""
-    parallel = Parallel(fixed.tensor or 1, fixed.pipeline or 1, fixed.data or 1)
+    parallel = Parallel(fixed.tensor or 1, fixed.pipeline or 1, fixed.data or 1, bool(fixed.expert))
     broken = broken_layout(form.facts, parallel)
     why = broken or f"{parallel} cannot be placed on {inventory.label}"
     if broken is None and replicas_on(inventory, parallel.tensor, parallel.pipeline):

@@ -27,7 +27,7 @@ from corral.plan.models.facts import ModelFacts
 from corral.plan.models.quantisation import DTYPE_BYTES
 from corral.plan.precision import Form
 from corral.plan.settings import Fixed
-from corral.plan.speed import significant
+from corral.plan.speed import READS_ONLY, significant
 
 _GB_S_PER_CORE, _GB_S_MOST = 8.0, 200.0
 _GFLOPS_PER_CORE = 40.0
@@ -152,6 +152,8 @@ def predict_cpu(model: ModelFacts, rates: Rates, settings: EngineSettings, goal:
     load = read_bytes / ((goal.storage_gb_s or 1.0) * 1e9) + costs.start_s * rates.scale
     numbers = (1 / alone, prefill, running * goal.output_tokens / cycle, first, cycle / goal.output_tokens, load)
     one, prompt, together, ttft, tpot, loading = (significant(n, 3 if rates.measured else 2) for n in numbers)
+    if model.encoder:
+        return Speed(*(None,) * 5, loading, running, goal.prompt_tokens, goal.output_tokens, READS_ONLY)
     return Speed(
         one, prompt, together, ttft, tpot, loading, running, goal.prompt_tokens, goal.output_tokens, rates.basis
     )
@@ -194,14 +196,14 @@ def work_out_cpu(
     if asked and per_token * (context + _BLOCK) > space:
         space = -(-per_token * (context + _BLOCK) // GIB) * GIB
     blocks = space // (per_token * _BLOCK)
-    tokens = int(blocks / -(-context // _BLOCK) * context)
+    tokens = 0 if model.encoder else int(blocks / -(-context // _BLOCK) * context)
     problem = ""
     if free < space:
         need = (here + activation + _PROCESS_BYTES + space) / GIB
         problem = f"it needs {need:.1f} GiB of memory and {inventory.host_available_bytes / GIB:.1f} GiB are free"
     elif context > model.max_context:
         problem = f"a context of {context} is beyond the model's {model.max_context}"
-    elif tokens - _BLOCK < context:
+    elif tokens - _BLOCK < context and not model.encoder:
         if asked:
             problem = f"the KV cache would hold {tokens:,} tokens, fewer than a context of {context:,}"
         else:

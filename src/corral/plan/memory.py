@@ -155,7 +155,7 @@ def measure(
     pages = [pool.block_bytes // pool.group * max(1, -(-pool.group * n // model.layers)) for n in stages]
     pages[-1] += 0 if shared else drafted
     blocks = max(0, min(space // max(1, size) for space, size in zip(left, pages, strict=True)))
-    per_request = blocks / pool.needed if pool.needed else 0.0
+    per_request = blocks / pool.needed if model.caches else 0.0
     tokens = int(per_request * max_model_len)
     fullest = max(range(len(held)), key=lambda i: held[i])
     block = settings.block_size

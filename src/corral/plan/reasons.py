@@ -16,7 +16,7 @@ from corral.plan.judged import AS_SET, Row, gains, gib, setting_reasons
 from corral.plan.models.facts import ModelFacts
 from corral.plan.precision import Form
 from corral.plan.settings import Fixed, largest_graph
-from corral.plan.speed import rounded
+from corral.plan.speed import READS_ONLY, rounded
 
 _MOST_REJECTED = 12
 
@@ -131,7 +131,7 @@ def _context(model: ModelFacts, chosen: Candidate, goal: Goal, fixed: Fixed) -> 
         why = f"shortened from the model's {model.max_context:,}: longer prompts take minutes on a CPU"
     else:
         why = f"shortened from the model's {model.max_context:,}: the KV cache holds no more; --context sets another"
-    if not chosen.problem:
+    if not chosen.problem and not model.encoder:
         room = rounded(chosen.memory.full_length_requests)
         why += f"; room for {room} request{'s' * (room != '1')} of that length at once"
     return "max_model_len", length, why
@@ -159,6 +159,8 @@ def _memory(model: ModelFacts, chosen: Candidate, inventory: Inventory, tuning: 
     budget = f"{gib(m.budget_bytes_per_gpu)} minus all of the above leaves {gib(m.kv_cache_bytes_per_gpu)}"
     if inventory.gpu is None:
         budget = f"{gib(m.kv_cache_bytes_per_gpu)} set aside of {gib(inventory.host_available_bytes)} free"
+    if model.encoder:
+        return [*rows, ("memory.kv_cache_tokens", 0, "none: it reads a text at once and keeps nothing of it")]
     tokens = f"{budget} at {m.kv_bytes_per_token_per_gpu:,} bytes per token, in blocks of {s.block_size}"
     if tuning.source != "built in":
         tokens += f"; corrected by {tuning.source}"
@@ -206,7 +208,8 @@ def _logprobs(model: ModelFacts, chosen: Candidate, inventory: Inventory) -> str
 def _speed(chosen: Candidate, inventory: Inventory, tuning: Tuning) -> list[Row]:
     s, e = chosen.speed, tuning.speed
     if s.decode_tokens_per_s is None:
-        return [("speed", "", f"nothing is known of the speed of {inventory.gpu}")]
+        known = s.basis if chosen.speed.basis == READS_ONLY else f"nothing is known of the speed of {inventory.gpu}"
+        return [("speed", "", known)]
     if inventory.gpu is None:
         names = ("decode_tokens_per_s", "prefill_tokens_per_s")
         return [(f"speed.{name}", getattr(s, name), s.basis) for name in names]
@@ -399,7 +402,7 @@ def _sum(plan: Plan) -> Iterator[str]:
 def _predicted_speed(plan: Plan) -> Iterator[str]:
     s = plan.speed
     if s.decode_tokens_per_s is None or s.prefill_tokens_per_s is None:
-        yield "  unknown: nothing is known of this GPU's bandwidth"
+        yield f"  {s.basis}" if s.basis == READS_ONLY else "  unknown: nothing is known of this GPU's bandwidth"
         return
     each_ms = rounded(1000 / s.decode_tokens_per_s)
     yield f"  one stream     {rounded(s.decode_tokens_per_s)} tokens/s, {each_ms} ms per token"

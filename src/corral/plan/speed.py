@@ -19,6 +19,7 @@ from corral.plan.models.quantisation import DTYPE_BYTES
 from corral.plan.settings import covered, streamed_tokens_s
 
 MEASURED_KINDS = ("H200",)  # kinds whose predictions rest on measurements; docs/measurements/planning.md has them
+READS_ONLY = "unknown: it reads texts and writes none"
 MEASURED_FAMILIES = ("llama",)
 TILE_TOKENS = 128  # rows that a matrix product of many tokens is cut into
 FP8_TILE_TOKENS = 256  # vLLM's FP8 kernel of Hopper pairs such tiles: 513 tokens of 70B take as long as 768
@@ -139,7 +140,7 @@ def predict(
     if gpu is None or model.encoder:
         unknown = (None,) * 5
         lengths = (goal.prompt_tokens, goal.output_tokens)
-        why = "unknown: it reads texts and writes none" if model.encoder else "unknown"
+        why = READS_ONLY if model.encoder else "unknown"
         return Speed(*unknown, load_s, concurrency, *lengths, why, storage, basis, read)
     roof = roof_of(model, inventory, parallel, precision, settings, e)
     running = max(1, min(-(-concurrency // parallel.data), settings.max_num_seqs))

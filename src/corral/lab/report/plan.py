@@ -82,7 +82,8 @@ def _memory_text(plan: Plan) -> str:
     parts.append(f"activations {m.activation_bytes_per_gpu / GIB:.1f}")
     if m.counted_graph_bytes:
         parts.append(f"graphs {m.counted_graph_bytes / GIB:.1f}")
-    parts += [f"overhead {m.overhead_bytes_per_gpu / GIB:.1f}", f"KV cache {m.kv_cache_bytes_per_gpu / GIB:.1f}"]
+    rest = "not used" if plan.model.encoder else "KV cache"
+    parts += [f"overhead {m.overhead_bytes_per_gpu / GIB:.1f}", f"{rest} {m.kv_cache_bytes_per_gpu / GIB:.1f}"]
     of = "free" if plan.inventory.gpu is None else "usable"
     return f"{' + '.join(parts)} of {m.budget_bytes_per_gpu / GIB:.1f} GiB {of}"
 
@@ -145,6 +146,10 @@ def _deciding(plan: Plan) -> str:
 def _numbers(plan: Plan, columns: int) -> Iterator[str]:
     m, s = plan.memory, plan.speed
     replicas = f", {m.kv_cache_tokens_per_replica:,} in each replica" if plan.parallel.data > 1 else ""
+    if plan.model.encoder:
+        yield from _row("KV cache", "none: it reads a text at once and keeps nothing of it", columns)
+        yield from _row("speed", plan.speed.basis, columns)
+        return
     yield from _row("KV cache", f"{m.kv_cache_tokens:,} tokens{replicas}", columns)
     if s.decode_tokens_per_s is None:
         yield from _row("speed", "unknown: nothing is known of this GPU's bandwidth", columns)

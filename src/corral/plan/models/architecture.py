@@ -72,6 +72,7 @@ class Shape:
     head: int
     quantisation: Quantisation
     encoder: bool
+    rows: int  # of the table of embeddings, positions where they are learned among them
     problem: str = ""  # why it cannot be counted
 
     @property
@@ -132,7 +133,7 @@ def _read(fields: Fields, family: str, towers: Mapping[str, Mapping[str, Any]]) 
         tied=tied, dtype=_DTYPE_NAMES.get(dtype, "bf16"), layers=tuple(layers), drafting=tuple(drafting), tower=tower,
         head=head + (vocab if rules.head_bias else 0),
         quantisation=read_quantisation(quant, fields.where, str(fields.get("expert_dtype", ""))),
-        encoder=encoder, problem=problem or _unread(fields),
+        encoder=encoder, rows=vocab + (_learned(fields) if encoder else 0), problem=problem or _unread(fields),
     )  # fmt: skip
 
 
@@ -179,6 +180,12 @@ def _unread(fields: Fields) -> str:
     if not unread:
         return ""
     return f"Corral does not know what {', '.join(unread[:4])}{' and others' * (len(unread) > 4)} mean for its size"
+
+
+def _learned(fields: Fields) -> int:
+    """Rows of an encoder's tables of positions and of kinds of text; one of ModernBERT's rotates instead."""
+    rotates = fields.get("rope_theta") is not None or fields.get("global_rope_theta") is not None
+    return 0 if rotates else fields.first("max_position_embeddings") + fields.first("type_vocab_size")
 
 
 def _attention_of(layers: list[ModelLayer], heads: int, hidden: int) -> tuple[int, int]:
@@ -234,7 +241,7 @@ def count(shape: Shape) -> Parts:
     rules = FAMILIES.get(shape.family, Family())
     sums = count_layers(shape.layers, shape.hidden)
     sums["small"] += shape.hidden * (2 if rules.norm_bias else 1)
-    return Parts(**{**sums, "embedding": shape.vocab * shape.hidden, "head": shape.head, "tower": shape.tower})
+    return Parts(**{**sums, "embedding": shape.rows * shape.hidden, "head": shape.head, "tower": shape.tower})
 
 
 def active(shape: Shape, counted: Parts) -> int:

@@ -3,16 +3,23 @@
 An entry holds the fields of the model's own `config.json` that decide memory and speed, so a plan needs no
 network. The counts that follow from it are checked in the tests against the published totals. What a repository
 says today wins: `corral.plan.models.facts` reads it when it can, and uses the entry when it cannot.
+
+Llama 3.1 and the default model are written here; the others are data (`data/models.json`, which
+`tools/write_catalogue.py` writes), read when a name is none of these.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib import resources
 from typing import Any
 
 from corral.base.errors import NotFoundError
 from corral.base.record import nearest
+from corral.base.untrusted import parse_json
 
 
 @dataclass(frozen=True)
@@ -27,6 +34,7 @@ class Entry:
     weights: str = "bf16"
     note: str = ""
     family: str = field(default="")  # entries of one family and instruct-ness differ only in precision
+    task: str = "generate"  # generate | embed | rerank
     aliases: tuple[str, ...] = ()  # older names of the repository, under which other tools may have downloaded it
     other_revisions: tuple[str, ...] = ()  # commits of the repository that have another shape than this entry
 
@@ -150,12 +158,46 @@ OTHER_MODELS = "A folder, or owner/name of the Hugging Face hub, works too."
 CATALOGUE: Mapping[str, Entry] = {e.name: e for e in [_SMOLLM2, *_llama_entries(), *_first_uploads()]}
 
 
+_LONGEST_BYTES = 16 << 20
+_PRECISION = re.compile(r"-(?:nvfp4|fp8|fp8-static-pertensor|bf16)$")
+
+
+@cache
+def entries() -> Mapping[str, Entry]:
+    """All of them, by name."""
+    text = (resources.files("corral") / "data" / "models.json").read_bytes()
+    rows = parse_json(text, "the catalogue of models", _LONGEST_BYTES)
+    return {**CATALOGUE, **{row["name"]: _entry(row) for row in rows}}
+
+
+def _entry(row: Mapping[str, Any]) -> Entry:
+    return Entry(
+        name=row["name"], repo=row["repo"], config=row["config"], parameters=round(row["published_b"] * 1e9),
+        gated=row["gated"], weights=row["weights"], note=row.get("note", ""),
+        family=_PRECISION.sub("", row["name"]), task=row.get("task", "generate"),
+    )  # fmt: skip
+
+
+def built_in(name: str) -> Entry | None:
+    """The entry that is written here, of that short name or repository, also an older name of it, in any case."""
+    return _named(name.strip().lower(), CATALOGUE)
+
+
 def find(name: str) -> Entry | None:
     """The entry of that short name or repository, also an older name of it, in any case."""
-    wanted = name.strip().lower()
-    if wanted in CATALOGUE:
-        return CATALOGUE[wanted]
-    return next((e for e in CATALOGUE.values() if wanted in (repo.lower() for repo in (e.repo, *e.aliases))), None)
+    return built_in(name) or _named(name.strip().lower(), entries())
+
+
+def _named(wanted: str, among: Mapping[str, Entry]) -> Entry | None:
+    if wanted in among:
+        return among[wanted]
+    return next((e for e in among.values() if wanted in (repo.lower() for repo in (e.repo, *e.aliases))), None)
+
+
+def search(words: str) -> list[Entry]:
+    """Entries whose name, repository or task has every one of the words."""
+    wanted = words.lower().split()
+    return [e for e in entries().values() if all(word in f"{e.name} {e.repo} {e.task}".lower() for word in wanted)]
 
 
 def repositories(repo: str) -> tuple[str, ...]:
@@ -166,7 +208,7 @@ def repositories(repo: str) -> tuple[str, ...]:
 
 def near(name: str, count: int = 3) -> list[str]:
     """Known names most like `name`."""
-    return nearest(name.lower().rsplit("/", 1)[-1], list(CATALOGUE), count)
+    return nearest(name.lower().rsplit("/", 1)[-1], list(entries()), count)
 
 
 def unknown(name: str, offline: bool = False) -> NotFoundError:
@@ -183,4 +225,6 @@ def twin(name: str, weights: str) -> Entry | None:
     entry = find(name)
     if entry is None:
         return None
-    return next((e for e in CATALOGUE.values() if e.family == entry.family and e.weights == weights), None)
+    if own := next((e for e in CATALOGUE.values() if e.family == entry.family and e.weights == weights), None):
+        return own
+    return next((e for e in entries().values() if e.family == entry.family and e.weights == weights), None)

@@ -27,7 +27,7 @@ def uncounted(where: str, why: str) -> UncountedError:
 
 def parse_config(text: bytes | str, where: str) -> dict[str, Any]:
     """A model's `config.json`, which anybody may have written."""
-    found = parse_json(text, where, LONGEST_CONFIG_BYTES, "Download it again.")
+    found = parse_json(text, where, LONGEST_CONFIG_BYTES, "Download it again.", infinities=True)  # as Mamba's limits
     if not isinstance(found, dict):
         raise DataError(f"{where} is not an object, so it is not a model's config.", "Download it again.")
     return found
@@ -36,12 +36,12 @@ def parse_config(text: bytes | str, where: str) -> dict[str, Any]:
 # names that speak of structure; what else a config has (training, sampling, tokens) decides no size
 _STRUCTURE = re.compile(
     r"^num_|_num|layers?($|_)|size|_dim|rank|heads?($|_)|expert|state|conv|ssm|mamba|lora|latent|config$|kernel"
-    r"|pattern|expand|width|moe|block|depth|attn|attention|mlp|ffn|ratio|window|shared?_|_share|rnn|lightning|compress"
+    r"|pattern|expand|width|moe|block|depth|groups|dense|attn|attention|mlp|ffn|ratio|window|shared?_|_share|rnn|lightning|compress"
 )
 # names that match and decide no size here: training, sampling, numerics, tokens, or what follows from other fields
 _HARMLESS = re.compile(
     r"dropout|router|scoring|routed_scaling|swiglu|softcap|logit|_loss|loss_|beam|length|return|penalty|ngram|_token"
-    r"|position_embeddings|rope|rotary|eps|_std|init|clip|max_window_layers|use_cache|pretraining_tp|ep_size|_dtype"
+    r"|position_embeddings|rope|rotary|_eps(_|$)|_std|init|clip|max_window_layers|use_cache|pretraining_tp|ep_size|_dtype"
     r"|chunk_size_feed_forward|group_size$|vision_|video_|image_|audio_|hash_layers|mamba_hidden_act|_kernels|cross_attention"
     r"|mscale|temperature|scal(e|ing)|floor_scale|attn_implementation|is_decoder|tie_|use_mtp|_overlap|keys_to|merge"
     r"|num_labels|topk_group|n_group$|num_expert_group|num_limited_groups|layer_norm|residual|pad_|token_type|summary|classifier"

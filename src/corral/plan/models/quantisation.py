@@ -30,6 +30,7 @@ _ALGORITHMS = {
     "INT4_AWQ": "int4", "W4A16_AWQ": "int4", "W4A8_AWQ": "int4", "INT8_SQ": "int8", "W8A16": "int8",
 }  # fmt: skip
 _EMBEDDED = ("lm_head", "embed_tokens")  # wide wherever nothing says otherwise
+_NUMBER = re.compile(r"^layers\.\d+\.")
 _PREFIX = re.compile(r"^(?:model\.language_model\.|language_model\.model\.|language_model\.|model\.)")
 
 
@@ -51,7 +52,8 @@ class Quantisation:
         if not self.method:
             return None
         if self.others:
-            found = next((self.others[one] for one in _beginnings(name) if one in self.others), None)
+            names = (*_beginnings(name), *_beginnings(_NUMBER.sub("layers.*.", name)), name.rpartition(".")[2])
+            found = next((self.others[one] for one in names if one in self.others), None)
             if found is not None or self.listed_only:
                 return found
         if any(word in name for word in _EMBEDDED) or _rules(self.kept).match(name):
