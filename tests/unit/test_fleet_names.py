@@ -46,7 +46,8 @@ def test_what_ended_before_a_member_came_is_not_the_member(
     state: State, created_s: float, found: State | None, herd: FleetFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     deployed(monkeypatch, state, created_s)
-    seen = standing.member_status(FleetMember("herd-1", added_s=100.0))
+    member = FleetMember("herd-1", added_s=100.0)
+    seen = standing.member_of(member, standing.read_statuses([member])["herd-1"])
     assert seen.state is found
     assert (seen.text == "not started yet") == (found is None)
 

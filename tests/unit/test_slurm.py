@@ -19,6 +19,7 @@ from corral.base import shell, ssh
 from corral.base.errors import CorralError, DoesNotFitError, NotFoundError, UnreachableError, UsageError
 from corral.base.processes import own_identity
 from corral.base.record import dump_json, load_json
+from corral.base.shell import answering_soon
 from corral.base.wording import time_limit_s, time_limit_text
 from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.lifecycle import deployments, rendering
@@ -195,6 +196,29 @@ def test_a_controller_that_does_not_answer_is_unreachable(
         with pytest.raises(UnreachableError, match="controller"):
             commands.jobs()
     assert len(called.read_text().splitlines()) == 1  # one wait for a whole list of deployments
+
+
+def test_many_deployments_read_at_once_are_one_question(fake: Any) -> None:
+    called = fake("squeue", "sleep 0.2\n" + print_text("7|RUNNING|None|N/A|N/A|1:00:00|n1|0|0|"))
+    for number in range(8):
+        record = deployments.Record(
+            f"d{number}", "l1", "m", "m", "slurm", time.time(), own_identity(), target_options={"partition": "gpu"}
+        )
+        folder = deployments.claim(record, lambda _: None)
+        folder.rank(0).path.mkdir()
+        write_atomic(folder.job, dump_json(Submitted("7", time.time(), 3600.0)))
+        write_atomic(folder.rank(0).agent, dump_json(own_identity()))
+    assert {one.state for one in deployments.statuses()} == {State.STARTING}
+    assert len(called.read_text().splitlines()) == 1
+
+
+def test_a_command_that_answers_soon_gives_a_slow_controller_less_time(
+    fake: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("corral.base.shell.SOON_S", 0.0)
+    fake("squeue", "sleep 60")
+    with answering_soon(), pytest.raises(UnreachableError, match=r"did not answer `squeue` within 0\.2 s"):
+        commands.jobs()
 
 
 def test_no_slurm_here(monkeypatch: pytest.MonkeyPatch) -> None:

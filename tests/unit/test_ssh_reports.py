@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from corral.base.errors import UnreachableError
-from corral.base.shell import CommandHandle
-from corral.deploy.deployment.folder import DeploymentFolder
+from corral.base.shell import CommandHandle, answering_soon
+from corral.deploy.deployment.folder import DeploymentFolder, RankFolder
 from corral.deploy.deployment.state import Reason
 from corral.deploy.targets import ssh_reports
 from corral.deploy.targets.ssh_reports import LogPiece, NodeReport, failure_of, gather, is_away
@@ -64,6 +64,43 @@ def unreachable(handle: CommandHandle) -> NodeReport:
 
 def ask(answers: dict[str, Answer]) -> ssh_reports.Ask:
     return lambda host, rank, timeout_s, handle: answers[host](handle)
+
+
+def test_a_command_that_answers_soon_waits_as_long_as_the_node_usually_takes(
+    folder: DeploymentFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    granted: list[float] = []
+
+    def answer(host: str, rank: RankFolder, timeout_s: float, handle: CommandHandle) -> NodeReport:
+        granted.append(timeout_s)
+        return NodeReport(alive=True)
+
+    def refuse(host: str, rank: RankFolder, timeout_s: float, handle: CommandHandle) -> NodeReport:
+        granted.append(timeout_s)
+        raise UnreachableError("no answer", "")
+
+    monkeypatch.setattr(ssh_reports, "within_deadline", lambda usual_s: min(usual_s, 1.0))
+    gather(folder, HOSTS[:1], answer)  # it may be far away: nobody has measured that
+    gather(folder, HOSTS[:1], answer)  # it answered at once
+    (folder.rank(0).path / "answer_s").write_text("0.8")
+    gather(folder, HOSTS[:1], refuse)
+    gather(folder, HOSTS[:1], answer)  # it did not answer a moment ago
+    assert granted == [ssh_reports.REPORT_S, 1.0, pytest.approx(2.4), 1.0]
+
+
+def test_what_waits_for_something_has_more_time(folder: DeploymentFolder) -> None:
+    (folder.rank(0).path / "answer_s").write_text("0.1")
+    granted: list[float] = []
+
+    def answer(host: str, rank: RankFolder, timeout_s: float, handle: CommandHandle) -> NodeReport:
+        granted.append(timeout_s)
+        return NodeReport(alive=True)
+
+    gather(folder, HOSTS[:1], answer)
+    with answering_soon():
+        gather(folder, HOSTS[:1], answer)
+    assert granted[0] == ssh_reports.REPORT_S
+    assert granted[1] <= granted[0]
 
 
 def test_a_lost_node_is_not_waited_for_once_the_head_says_so(folder: DeploymentFolder) -> None:

@@ -2,20 +2,45 @@
 
 Commands are argument lists, never shell text. A command that is missing, hangs or fails becomes one clear error. The
 output of a command on another machine is bounded (`capture`), so that it cannot use up this machine's memory.
+
+A command of Corral that only shows states answers soon (`answering_soon`), whatever does not answer it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
+import os
 import shlex
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import IO
 
 from corral.base.errors import CorralError, DataError, UnreachableError
+
+SOON_S = 1.2  # for everything that a command asks other machines
+LEAST_S = 0.2  # for one question, also when that time is over
+_DEADLINE: ContextVar[float] = ContextVar("_DEADLINE", default=math.inf)
+
+
+@contextlib.contextmanager
+def answering_soon() -> Iterator[None]:
+    """Bound the questions to other machines, all of them together; a busy machine gives them longer."""
+    load = os.getloadavg()[0] / (os.cpu_count() or 1)
+    token = _DEADLINE.set(time.monotonic() + SOON_S * max(1.0, load))
+    try:
+        yield
+    finally:
+        _DEADLINE.reset(token)
+
+
+def within_deadline(usual_s: float) -> float:
+    """How long a question may take: as usual, or what is left until the command has to answer."""
+    return max(LEAST_S, min(usual_s, _DEADLINE.get() - time.monotonic()))
 
 
 class CommandHandle:

@@ -6,6 +6,7 @@ import click
 
 from corral.base.errors import CorralError, DataError, UsageError
 from corral.base.files import remove_tree
+from corral.base.shell import answering_soon
 from corral.cli.options import json_option
 from corral.deploy.deployment.folder import DeploymentFolder, all_folders
 from corral.deploy.deployment.state import ENDED
@@ -98,7 +99,8 @@ def _with_successors(folders: list[DeploymentFolder]) -> list[DeploymentFolder]:
 
 def _stop(folder: DeploymentFolder, purge: bool, quiet: bool) -> deployments.Status:
     try:
-        before = deployments.status(folder).state
+        with answering_soon():
+            before = deployments.status(folder).state
     except (CorralError, OSError):  # its files cannot be read; the text then says what was done
         before = None
     after = deployments.stop(folder)

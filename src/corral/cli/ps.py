@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from corral.base.shell import answering_soon
 from corral.cli.options import json_option
 from corral.deploy.deployment.state import ENDED, State
 from corral.deploy.lifecycle.deployments import statuses
@@ -17,7 +18,9 @@ from corral.serve.fleet.status import fleet_statuses
 @json_option("All deployments as JSON.")
 def command(show_all: bool, as_json: bool) -> None:
     """List deployments and fleets with their members; without --all, those that run or failed."""
-    deployments, fleets = statuses(), fleet_statuses()
+    with answering_soon():
+        deployments = statuses()
+    fleets = fleet_statuses({one.name: one for one in deployments})
     if as_json:
         print_json([*deployments, *fleets])
         return

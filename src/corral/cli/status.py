@@ -11,6 +11,7 @@ import click
 
 from corral.base.errors import CorralError
 from corral.base.record import load_json, to_json
+from corral.base.shell import answering_soon
 from corral.cli.options import deployment_argument, json_option
 from corral.client.endpoint import Endpoint
 from corral.deploy.deployment.folder import DeploymentFolder
@@ -37,6 +38,11 @@ def command(name: str | None, as_json: bool) -> None:
     Of a fleet: its members, each with its state and load, its gateways and its address.
     """
     say_waiting()
+    with answering_soon():
+        _show(name, as_json)
+
+
+def _show(name: str | None, as_json: bool) -> None:
     if fleet := chosen_fleet(name):
         fleet_now = fleet_status(fleet)
         print_json(fleet_now) if as_json else click.echo("\n".join(fleet_lines(fleet_now)))

@@ -11,6 +11,8 @@ import contextlib
 import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +22,7 @@ from corral.base.home import deployments_dir
 from corral.base.lock import exclusive_lock
 from corral.base.processes import Identity
 from corral.base.record import dump_json, load_json, save_record
+from corral.base.shell import answering_soon
 from corral.base.untrusted import parse_json
 from corral.client.endpoint import Endpoint
 from corral.deploy.deployment.events import Event, Follower, read_events
@@ -27,7 +30,7 @@ from corral.deploy.deployment.folder import DeploymentFolder, all_folders
 from corral.deploy.deployment.start_times import Expected, Stretch, course_of, ends_at_s, expected_of
 from corral.deploy.deployment.state import ENDED, Patience, Reason, State
 from corral.deploy.launch.render import LaunchSpec
-from corral.deploy.lifecycle.status import traces_of, verdict
+from corral.deploy.lifecycle.status import heartbeat_age_s, traces_of, verdict
 from corral.deploy.targets.base import AgentsStatus, Queue, Target, load_target
 from corral.node.files import read_json
 from corral.node.processes import marked
@@ -36,6 +39,7 @@ if TYPE_CHECKING:  # reading a deployment does not need the planner
     from corral.plan.contract import Plan
 
 
+AT_ONCE = 16  # deployments whose status is asked for
 STAGING_PATIENCE_S = 60.0  # for a command that is staging to give up
 
 
@@ -89,6 +93,8 @@ class Status:
     expected: Expected | None = None  # how long the phase usually takes
     restarts: int = 0
     observed: dict[str, Any] = field(default_factory=dict)
+    last_state: State | None = None  # of one that is unknown: as it was last read
+    last_read_s: float | None = None  # wall-clock time of that reading
 
 
 @dataclass(frozen=True)
@@ -175,15 +181,18 @@ def plan_of(folder: DeploymentFolder) -> Plan | None:
     return None
 
 
-def statuses() -> list[Status]:
-    """Every deployment of this home; one whose files cannot be read is shown as unknown, and hides no other."""
-    every = []
-    for folder in all_folders():
+def statuses(folders: Sequence[DeploymentFolder] | None = None) -> list[Status]:
+    """These deployments, or all of this home, asked at once; one that cannot be read is unknown, and hides none."""
+
+    def read(folder: DeploymentFolder) -> Status:
         try:
-            every.append(status(folder))
+            return status(folder)
         except (CorralError, OSError) as error:
-            every.append(unreadable(folder, error))
-    return every
+            return unreadable(folder, error)
+
+    asked = all_folders() if folders is None else folders
+    with ThreadPoolExecutor(AT_ONCE) as workers:  # a context each: they have the deadline of this command
+        return [task.result() for task in [workers.submit(copy_context().run, read, folder) for folder in asked]]
 
 
 def unreadable(folder: DeploymentFolder, error: Exception) -> Status:
@@ -225,6 +234,8 @@ def _combine(folder: DeploymentFolder, record: Record, events: list[Event], agen
         expected=_phase_expected(folder, state, course, journal),
         restarts=sum(event.kind == "restart" for event in events),
         observed={key: value for event in events if event.kind == "observed" for key, value in event.details.items()},
+        last_state=State(last.get("state")) if last and state is State.UNKNOWN else None,
+        last_read_s=time.time() - heartbeat_age_s(folder) if last and state is State.UNKNOWN else None,
     )
 
 
@@ -276,7 +287,8 @@ def stop(folder: DeploymentFolder) -> Status:
     """End a deployment and make sure that nothing of it is left."""
     try:
         record = load_json(Record, folder.record)
-        before = status(folder)
+        with answering_soon():
+            before = status(folder)
     except (DataError, UsageError, OSError) as error:
         return _stop_unreadable(folder, error)
     if before.state is State.STAGING:

@@ -68,7 +68,7 @@ def verdict(
         state, reason, text, remedy = _staged(made_by)
     elif state not in ENDED and agents.alive is False:
         state, reason, text, remedy = _lost(agents.machine_restarted, name)
-    elif state not in ENDED and _heartbeat_age_s(folder) > SILENT_S:
+    elif state not in ENDED and heartbeat_age_s(folder) > SILENT_S:
         state, text = State.UNKNOWN, f"its agent on {agents.where} has written nothing for {SILENT_S:.0f} s"
     if state is State.FAILED and reason is Reason.ENGINE_EXITED and last:
         diagnosis = _diagnosis(folder, last, name)
@@ -100,7 +100,7 @@ def _lost(machine_restarted: bool, name: str) -> StateVerdict:
     return StateVerdict(State.FAILED, Reason.AGENT_KILLED, text, remedy)
 
 
-def _heartbeat_age_s(folder: DeploymentFolder) -> float:
+def heartbeat_age_s(folder: DeploymentFolder) -> float:
     head = folder.rank(0)
     for file in (head.heartbeat, head.agent):  # a new agent has written no heartbeat yet
         with contextlib.suppress(OSError):

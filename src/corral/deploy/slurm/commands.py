@@ -15,13 +15,14 @@ import pwd
 import re
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from corral.base.errors import CorralError, UnreachableError, UsageError
-from corral.base.shell import Completed, run
+from corral.base.shell import Completed, run, within_deadline
 from corral.base.ssh import announced_wait
 from corral.base.wording import time_limit_s
 
@@ -92,12 +93,14 @@ class _CachedJobs:
 
 
 _cache: dict[int, _CachedJobs] = {}  # by user
+_asking = threading.Lock()  # deployments are read at once, and one answer is for all of them
 
 
-def forget_answers() -> None:
-    """Let the next query ask SLURM."""
+def forget_answers(older_s: float = 0.0) -> None:
+    """Let the next query ask SLURM, unless the answer is younger than this."""
     for cached in _cache.values():
-        cached.at_s = float("-inf")
+        if time.monotonic() - cached.at_s >= older_s:
+            cached.at_s = float("-inf")
 
 
 def jobs(patience_s: float = LOOK_S) -> dict[str, SlurmJob]:
@@ -105,6 +108,11 @@ def jobs(patience_s: float = LOOK_S) -> dict[str, SlurmJob]:
 
     The answer is kept for two seconds, and longer (up to half a minute) while nothing changes.
     """
+    with _asking:
+        return _jobs(within_deadline(patience_s))
+
+
+def _jobs(patience_s: float) -> dict[str, SlurmJob]:
     user, now = os.getuid(), time.monotonic()
     cached = _cache.get(user)
     if cached and now - cached.at_s < min(LAZY_S, max(FRESH_S, (cached.at_s - cached.same_since_s) / 20)):
@@ -201,7 +209,7 @@ def _recorded(id: str) -> SlurmJob | None:
     for source in ([], ["-c"]):
         with contextlib.suppress(CorralError):  # neither is needed to serve a model
             argv = ["sacct", *source, "-n", "-P", "-X", "-j", id, "-o", fields]
-            done = ask([word for word in argv if not (source and word == "-X")], LOOK_S)
+            done = ask([word for word in argv if not (source and word == "-X")], within_deadline(LOOK_S))
             lines = [line.split("|") for line in done.stdout.splitlines() if line.count("|") == 4]
             if done.code == 0 and lines:
                 state, code, nodes, start, end = lines[-1]

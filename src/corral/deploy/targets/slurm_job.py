@@ -241,9 +241,9 @@ def read_job(folder: DeploymentFolder, submitted: Submitted, patience_s: float =
     """The job now; an ended job stays as it was, and a new agent's file makes the kept answer stale."""
     if submitted.last is not None and job_verdict(submitted.last).ended:
         return submitted.last
-    agents = _stamp(folder.rank(0).agent)
-    if _seen_agents.get(str(folder.path)) != agents:
-        commands.forget_answers()
+    agents, seen = _stamp(folder.rank(0).agent), _seen_agents.get(str(folder.path))
+    if seen != agents:
+        commands.forget_answers(0.0 if seen else commands.FRESH_S)  # one question for all that are read at once
     job = commands.find_job(submitted.id, patience_s)
     _seen_agents[str(folder.path)] = agents
     return job

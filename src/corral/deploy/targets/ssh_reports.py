@@ -33,7 +33,7 @@ from corral.base.errors import CorralError, DataError, UnreachableError
 from corral.base.files import make_private_dir, write_atomic
 from corral.base.processes import Identity
 from corral.base.record import dump_json, from_json
-from corral.base.shell import CommandHandle
+from corral.base.shell import CommandHandle, within_deadline
 from corral.base.ssh import ANNOUNCE_AFTER_S, FAN_OUT, WAITING
 from corral.base.untrusted import last_object
 from corral.deploy.deployment.events import last_state
@@ -212,7 +212,9 @@ def failure_of(rank: RankFolder) -> tuple[Reason, str] | None:
 
 
 REPORT_S = 4.0  # a node whose report takes longer counts as unreachable for the moment
+USUAL_TIMES = 3.0  # of the longest recent answer: for so long a command that answers soon waits, if it has the time
 AWAY_S = 15.0  # for which a rank that did not answer in time is not waited for
+SOON_AGAIN_S = 60.0  # after which a command that answers soon waits once more for as long as any other
 AGAIN_S = 1.0  # after which the others are asked again while the head is silent: they may learn that it is lost
 Answers = dict[str, NodeReport | CorralError]
 Ask = Callable[
@@ -230,15 +232,44 @@ def gather(folder: DeploymentFolder, hosts: Sequence[str], ask: Ask) -> Answers:
     return inquiry.answers
 
 
-def is_away(rank: RankFolder) -> bool:
+def is_away(rank: RankFolder, within_s: float = AWAY_S) -> bool:
     """Whether the node of this rank did not answer a moment ago, this command or another one."""
     with contextlib.suppress(OSError):
-        return 0.0 <= time.time() - _note(rank).stat().st_mtime < AWAY_S
+        return 0.0 <= time.time() - _note(rank).stat().st_mtime < within_s
     return False
 
 
 def _note(rank: RankFolder) -> Path:
     return rank.path / "away"
+
+
+def _patience_s(rank: RankFolder) -> float:
+    """How long its node may take to answer this command.
+
+    A command that answers soon waits for three usual answers of the node, and at least while it has time. Where the
+    usual time is not known it waits for as long as any other, because a first connection may take seconds; but not
+    again within a minute.
+    """
+    soon_s = within_deadline(REPORT_S)
+    return soon_s if is_away(rank, SOON_AGAIN_S) else max(soon_s, min(REPORT_S, USUAL_TIMES * _usual_s(rank)))
+
+
+def _usual_s(rank: RankFolder) -> float:
+    with contextlib.suppress(OSError, ValueError):
+        return float(_time_note(rank).read_text(encoding="utf-8"))
+    return REPORT_S
+
+
+def _remember_time(rank: RankFolder, seconds: float) -> None:
+    """Note a longer answer at once, and a shorter one little by little."""
+    known_s = _usual_s(rank) if _time_note(rank).exists() else 0.0
+    if seconds > known_s or seconds < known_s / 2:
+        with contextlib.suppress(OSError):
+            write_atomic(_time_note(rank), f"{max(seconds, 0.8 * known_s):.2f}")
+
+
+def _time_note(rank: RankFolder) -> Path:
+    return rank.path / "answer_s"
 
 
 class _Inquiry:
@@ -249,6 +280,7 @@ class _Inquiry:
         self._hosts = hosts
         self._ranks = {host: folder.rank(number) for number, host in enumerate(hosts)}
         self._away = {host for host in hosts[1:] if is_away(self._ranks[host])}
+        self._patience_s = {host: _patience_s(rank) for host, rank in self._ranks.items()}
         self._ask = ask
         self._came: Queue[tuple[str, NodeReport | Exception]] = Queue()
         self._over = threading.Event()
@@ -266,8 +298,11 @@ class _Inquiry:
                 return
 
     def _once(self, host: str) -> NodeReport | Exception:
+        rank, began_s = self._ranks[host], time.monotonic()
         try:
-            return self._ask(host, self._ranks[host], REPORT_S, self._leashes[host])
+            report = self._ask(host, rank, self._patience_s[host], self._leashes[host])
+            _remember_time(rank, time.monotonic() - began_s)
+            return report
         except Exception as error:
             return error
 
@@ -296,6 +331,7 @@ class _Inquiry:
         elif isinstance(answer, UnreachableError) and not is_away(rank):
             with contextlib.suppress(OSError):  # a full disk here: the next command waits again
                 write_atomic(_note(rank), answer.message)
+                _time_note(rank).unlink(missing_ok=True)
         elif not isinstance(answer, CorralError):
             raise answer
         self.answers[host] = answer

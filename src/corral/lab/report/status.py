@@ -24,8 +24,15 @@ def deployment_row(status: Status) -> list[str]:
         state = f"{status.phase} {100 * (status.done or 0) // status.total}%" if status.total else status.phase
     elif status.reason and status.state in ENDED:
         state = f"{state}: {status.reason.value.replace('_', ' ')}"
+    elif status.last_state:
+        state = f"{state}, {_last_read(status)}"
     url = status.endpoint.base_url if status.endpoint else "-"
     return [status.name, state, since(status.since_s), status.model, url, status.engine or "-"]
+
+
+def _last_read(status: Status) -> str:
+    """How an unknown deployment was when it was last read."""
+    return f"{status.last_state} {since(status.last_read_s or 0.0)} ago"
 
 
 def fleet_rows(fleet: FleetStatus) -> list[list[str]]:
@@ -81,6 +88,8 @@ def _member_lines(members: Sequence[MemberStatus]) -> list[str]:
     lines = ["", "members"]
     for one in members:
         parts = [str(one.state or one.text), "leaving" if one.leaving else "", _load_text(one)]
+        if one.status and one.status.last_state:
+            parts.insert(1, _last_read(one.status))
         if one.status and one.status.reason and one.state is not State.READY:
             parts.append(one.status.reason.value.replace("_", " "))
         lines.append(f"  {one.name:<{width}}  {', '.join(part for part in parts if part)}")
@@ -124,6 +133,8 @@ def status_facts(
         rows.append(("phase", _phase_text(status)))
     if status.reason:
         rows.append(("reason", status.reason.value.replace("_", " ")))
+    if status.last_state:
+        rows.append(("last read", _last_read(status)))
     if status.text:
         rows.append(("because", status.text))
     if status.remedy and (status.state in ENDED or status.state in (State.QUEUED, State.UNKNOWN)):

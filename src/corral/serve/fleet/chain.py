@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -92,7 +94,15 @@ def first_of(name: str) -> str:
 
 def read_members(folder: DeploymentFolder) -> list[DeploymentReading]:
     """The status of each of a chain, oldest first."""
-    return [read_deployment(member) for member in members(folder)]
+    return read_deployments(members(folder))
+
+
+def read_deployments(folders: Sequence[DeploymentFolder]) -> list[DeploymentReading]:
+    """Their statuses, asked at once."""
+    with ThreadPoolExecutor(deployments.AT_ONCE) as workers:
+        return [
+            task.result() for task in [workers.submit(copy_context().run, read_deployment, one) for one in folders]
+        ]
 
 
 def read_deployment(folder: DeploymentFolder, before: DeploymentReading | None = None) -> DeploymentReading:
@@ -119,8 +129,10 @@ def all_chains() -> list[DeploymentFolder]:
 
 def living_chains() -> dict[str, list[DeploymentReading]]:
     """By the name of its first: those of every chain that have not ended, where there are any."""
-    chains = {first.name: [one for one in read_members(first) if one.state not in ENDED] for first in all_chains()}
-    return {name: chain for name, chain in chains.items() if chain}
+    chains = {first.name: members(first) for first in all_chains()}
+    found = {one.folder: one for one in read_deployments([one for chain in chains.values() for one in chain])}
+    living = {name: [found[one] for one in chain if found[one].state not in ENDED] for name, chain in chains.items()}
+    return {name: chain for name, chain in living.items() if chain}
 
 
 def choose_folder(name: str | None) -> DeploymentFolder:

@@ -43,7 +43,7 @@ from corral.serve.fleet.record import (
     read_loads,
 )
 from corral.serve.fleet.start import load_request, start_member
-from corral.serve.fleet.status import judgement_of, load_of, member_status
+from corral.serve.fleet.status import MemberStatus, judgement_of, load_of, member_of, read_statuses
 from corral.serve.fleet.steps import Act, FleetStep, MemberFacts, next_steps
 
 INTERVAL_S = 1.0
@@ -212,7 +212,10 @@ class Keeper:
         now_s = time.time()
         loads = read_loads(self.folder)
         living = [member for member in fleet.members if not member.ended]
-        self.facts = {member.name: self._facts(fleet, member, loads, now_s) for member in living}
+        known = read_statuses(living)
+        self.facts = {
+            one.name: self._facts(fleet, member_of(one, known.get(one.name)), loads, now_s) for one in living
+        }
         decided = self.pacer.decide(fleet, self.facts, now_s)
         if decided is not None:
             fleet = change_fleet(self.folder, lambda one: replace(one, wanted=decided.wanted))
@@ -263,28 +266,27 @@ class Keeper:
     # what is known
 
     def _facts(
-        self, fleet: Fleet, member: FleetMember, loads: Mapping[str, GatewayLoad], now_s: float
+        self, fleet: Fleet, member: MemberStatus, loads: Mapping[str, GatewayLoad], now_s: float
     ) -> MemberFacts:
         memory = self.memories.setdefault(member.name, _Memory())
         busy = memory.busy is not None and memory.busy.is_alive()
-        seen = member_status(member)
-        status = seen.status
+        status = member.status
         known = load_of(loads, member.name)
         facts = MemberFacts(
             member.name,
-            seen.state,
+            member.state,
             status.reason if status else None,
             status.text if status else "",
             status.since_s if status else 0.0,
             known.running if known else None,
-            self._last_request_s(member.name, memory, now_s) if seen.state in SERVING else None,
+            self._last_request_s(member.name, memory, now_s) if member.state in SERVING else None,
             memory.retry_s,
             busy,
             status.created_s if status else 0.0,
             status is not None and status.timings.ready_s is not None,
             *_judged(memory, judgement_of(loads, member.name)),
         )
-        if fleet.chain and not busy and _is_half_made(fleet, member):
+        if fleet.chain and not busy and _is_half_made(fleet, member.name):
             return replace(facts, state=State.STOPPED, reason=Reason.INTERRUPTED)
         self._count(facts, memory, now_s)
         return replace(facts, retry_s=memory.retry_s)
@@ -345,7 +347,7 @@ class Keeper:
             self.replaced += 1
 
     def _add(self, fleet: Fleet, name: str) -> None:
-        there = member_status(FleetMember(name)).state
+        there = next((one.state for one in read_statuses([FleetMember(name)]).values()), None)
         if there is not None and there not in ENDED:
             self.strangers.add(name)
             self._tell("refused", text=f"{name}: a deployment that is not of the fleet has that name, and is {there}")
@@ -431,10 +433,10 @@ class Keeper:
             append_event(self.folder.events, kind, **details)
 
 
-def _is_half_made(fleet: Fleet, member: FleetMember) -> bool:
+def _is_half_made(fleet: Fleet, name: str) -> bool:
     """Whether a keeper that is gone began to submit it: whoever holds the keeper's lock is the only one."""
-    folder = DeploymentFolder.of(member.name)
-    return member.name != fleet.name and folder.record.is_file() and not folder.job.exists()
+    folder = DeploymentFolder.of(name)
+    return name != fleet.name and folder.record.is_file() and not folder.job.exists()
 
 
 def _judged(memory: _Memory, now: Judgement) -> tuple[Judgement, float]:

@@ -94,11 +94,12 @@ class FleetStatus:
         )
 
 
-def fleet_status(folder: FleetFolder) -> FleetStatus:
-    """A fleet with all its members."""
+def fleet_status(folder: FleetFolder, known: Mapping[str, deployments.Status] | None = None) -> FleetStatus:
+    """A fleet with all its members, as they are `known` by name, or asked at once."""
     fleet, loads = read_fleet(folder), list(read_loads(folder).values())
     gateways = list(held_gateways(folder).values())
-    members = tuple(member_status(one, load_of(loads, one.name)) for one in fleet.members)
+    known = read_statuses(fleet.members) if known is None else known
+    members = tuple(member_of(one, known.get(one.name), load_of(loads, one.name)) for one in fleet.members)
     ready = sum(one.state is State.READY and not one.leaving and not one.stuck for one in members)
     state, text = _state(fleet, members, gateways, ready)
     serves = bool(gateways) and gateways[0].is_reachable and not fleet.closed
@@ -123,12 +124,12 @@ def fleet_status(folder: FleetFolder) -> FleetStatus:
     )
 
 
-def fleet_statuses() -> list[FleetStatus]:
-    """Every fleet of this home; one whose record cannot be read is of unknown state, and hides no other."""
+def fleet_statuses(known: Mapping[str, deployments.Status]) -> list[FleetStatus]:
+    """Every fleet of this home, its members as they are `known`; one that cannot be read is of unknown state."""
     statuses = []
     for folder in all_fleets():
         try:
-            statuses.append(fleet_status(folder))
+            statuses.append(fleet_status(folder, known))
         except FileNotFoundError:  # deleted meanwhile
             continue
         except (CorralError, OSError) as error:
@@ -162,17 +163,18 @@ def not_here(name: str, gateway: GatewayAddress) -> str:
     )
 
 
-def member_status(member: FleetMember, load: MemberLoad | None = None) -> MemberStatus:
-    """A member's deployment, as far as it can be asked; one that ended under its name before is not its own."""
-    status, text = None, "not started yet"
-    folder = DeploymentFolder.of(member.name)
-    try:
-        current = None if is_gone(folder.record) else deployments.status(folder)
-        if current is not None and not (current.state in ENDED and current.created_s < member.added_s):
-            status, text = current, ""
-    except (CorralError, OSError) as error:
-        status, text = deployments.unreadable(folder, error), str(error)
-    return MemberStatus(member.name, member.leaving, status, load, text)
+def read_statuses(members: Sequence[FleetMember]) -> dict[str, deployments.Status]:
+    """The statuses of the deployments that there are, asked at once, by name."""
+    folders = [folder for one in members if not is_gone((folder := DeploymentFolder.of(one.name)).record)]
+    statuses = deployments.statuses(folders)
+    return {folder.name: status for folder, status in zip(folders, statuses, strict=True)}
+
+
+def member_of(member: FleetMember, known: deployments.Status | None, load: MemberLoad | None = None) -> MemberStatus:
+    """A member with the status of the deployment of its name, unless that ended before it was the fleet's."""
+    if known is None or (known.state in ENDED and known.created_s < member.added_s):
+        return MemberStatus(member.name, member.leaving, None, load, "not started yet")
+    return MemberStatus(member.name, member.leaving, known, load, known.text if known.state is State.UNKNOWN else "")
 
 
 def _state(
