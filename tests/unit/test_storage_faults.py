@@ -15,10 +15,14 @@ from corral.base.files import write_atomic
 from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.deployment.state import State
 from corral.serve.fleet.record import Fleet, FleetFolder, FleetMember, create_fleet, read_fleet
-from corral.serve.fleet.status import member_status
+from corral.serve.fleet.status import MemberStatus, member_of, read_statuses
 from corral.serve.fleet.steps import MemberFacts, next_steps
 from tests.storage_faults import unreadable
 from tests.unit.conftest import Corral
+
+
+def member_status(member: FleetMember) -> MemberStatus:
+    return member_of(member, read_statuses([member]).get(member.name))
 
 
 def test_no_unreadable_file_of_a_member_makes_a_step(answering: Corral) -> None:
