@@ -674,3 +674,32 @@ async def test_requests_of_others_take_seats_too(tmp_path: Path) -> None:
         assert member.outside == 3
         assert member.has_seats(1)
         assert not member.has_seats(2)
+
+
+@in_loop
+async def test_head_has_no_body_and_a_model_is_found_by_its_name(tmp_path: Path) -> None:
+    with servers(tmp_path, 1) as (a,):
+        async with gateway_to(a.url) as gateway:
+
+            async def asked(method: str, path: str) -> tuple[bytes, bytes]:
+                lines = (
+                    f"{method} {path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\nconnection: close\r\n\r\n"
+                )
+                answer = await exchange(gateway.url, lines.encode())
+                head, _, body = answer.partition(b"\r\n\r\n")
+                return head, body
+
+            head, body = await asked("HEAD", "/v1/models")
+            assert head.startswith(b"HTTP/1.1 200")
+            assert b"content-length: 0" not in head
+            assert body == b""
+            head, body = await asked("HEAD", "/v1/completions")
+            assert head.startswith(b"HTTP/1.1 405")
+            assert body == b""
+            head, body = await asked("GET", "/v1/models/fake")
+            assert json.loads(body)["id"] == "fake"
+            head, body = await asked("GET", "/v1/models/fale")
+            assert head.startswith(b"HTTP/1.1 404")
+            assert "Did you mean 'fake'?" in json.loads(body)["error"]["message"]
+            head, body = await asked("GET", "/tokenizer_info?model=fake")
+            assert json.loads(body)["bos_token"] == "<s>"

@@ -259,7 +259,8 @@ class ClientConnection(asyncio.Protocol):
             if isinstance(answer, bytes):
                 self._gateway.held.release(request.user, len(request.body))
         if isinstance(answer, bytes):
-            self.write(answer)
+            head_only = request.method == b"HEAD"
+            self.write(answer[: answer.index(b"\r\n\r\n") + 4] if head_only else answer)
             self.done()
         else:
             self._relay = Relay(self._gateway, self, request, answer)

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
+from urllib.parse import parse_qs, unquote
 
 from corral.base.record import nearest
 from corral.client.errors import error_body
@@ -28,13 +29,21 @@ from corral.serve.gateway.form import BadFormError, form_model, is_form
 from corral.serve.gateway.member import Member, MemberReading
 from corral.serve.gateway.policies import NEWEST, make_policy
 from corral.serve.gateway.pool import ModelPool
-from corral.serve.gateway.prompt import BadBodyError, RoutedPrompt, TokenScale, checked_model, read_prompt
+from corral.serve.gateway.prompt import (
+    LONGEST_MODEL,
+    BadBodyError,
+    RoutedPrompt,
+    TokenScale,
+    checked_model,
+    read_prompt,
+)
 from corral.serve.gateway.relay import GatewayLimits
 from corral.serve.gateway.request import ForwardedRequest, Request
 from corral.serve.gateway.usage import KeyGrant, KeyTable, KeyUser, offered_key
 
 ENDED_SILENCE_S = 5.0  # a server that has ended sends nothing more: requests that still wait for it are given up
 MOST_WAITING = 50_000
+MODEL_PATH = b"/v1/models/"
 _NO_SCALE = TokenScale()
 _KINDS = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
           429: "rate_limit_error", 503: "service_unavailable_error"}  # fmt: skip
@@ -196,6 +205,8 @@ class Gateway:
             return self.refuse_key(request.headers)
         if request.method in (b"GET", b"HEAD") and (page := self._page(path, user)) is not None:
             return page
+        if request.method == b"HEAD":  # an answer of a server would have no end that can be seen
+            return self.refusal(405, "HEAD is answered for the gateway's own pages: use GET", extra=b"allow: GET\r\n")
         return self._route(request, user)
 
     def refuse_key(self, headers: Headers, extra: bytes = b"") -> bytes:
@@ -213,17 +224,21 @@ class Gateway:
             return self.refusal(400, f"the request body is not valid JSON: {error}")
         except BadFormError as error:
             return self.refusal(400, f"the form cannot be read: {error}", param="model")
-        model = prompt.model or self._default_model(user)
+        model = prompt.model or _model_in_query(request.path) or self._default_model(user)
         if model is None:
-            return self.refusal(400, f"the request names no model. Known: {self._known(user)}.", param="model")
+            text = f"the request names no model; a path without a body takes ?model=NAME. Known: {self._known(user)}."
+            return self.refusal(400, text, param="model")
         pool = self.pools.get(model)
         if (pool is None or not self.allowed(user, model)) and self.unknown:
             return self._not_known(f"whether the model {model!r} is served here cannot be read now")
         if pool is None or not self.allowed(user, model):  # alike: a key tells nobody what else is served
-            guess = nearest(model, [one for one in self.pools if self.allowed(user, one)], 1)
-            hint = f"Did you mean {guess[0]!r}?" if guess else f"Known: {self._known(user)}."
-            return self.refusal(404, f"the model {model!r} is not served here for this key. {hint}", param="model")
+            return self._unknown_model(model, user)
         return self._admit(pool, user, prompt)
+
+    def _unknown_model(self, model: str, user: KeyUser) -> bytes:
+        guess = nearest(model, [one for one in self.pools if self.allowed(user, one)], 1)
+        hint = f"Did you mean {guess[0]!r}?" if guess else f"Known: {self._known(user)}."
+        return self.refusal(404, f"the model {model!r} is not served here for this key. {hint}", param="model")
 
     def _not_known(self, what: str, extra: bytes = b"") -> bytes:
         """What is asked for may be here: files cannot be read now, so the client is to try again."""
@@ -290,12 +305,19 @@ class Gateway:
     def _page(self, path: bytes, user: KeyUser) -> bytes | None:
         if path == b"/v1/models":
             return response(200, json.dumps(pages.models(self.pools, partial(self.allowed, user))).encode())
+        if path.startswith(MODEL_PATH):
+            return self._model_page(path, user)
         if path == b"/metrics":
             text = pages.metrics(*self._shown(user)).encode()
             return response(200, text, b"text/plain; version=0.0.4; charset=utf-8")
         if path == b"/gateway/status":
             return response(200, json.dumps(self.status(user)).encode())
         return None
+
+    def _model_page(self, path: bytes, user: KeyUser) -> bytes:
+        name = unquote(path.removeprefix(MODEL_PATH).decode("latin-1"))[:LONGEST_MODEL]
+        cards = pages.models(self.pools, lambda model: model == name and self.allowed(user, model))["data"]
+        return response(200, json.dumps(cards[0]).encode()) if cards else self._unknown_model(name, user)
 
     def _shown(self, user: KeyUser | None) -> tuple[dict[str, ModelPool], list[Member], list[KeyUser]]:
         """What a key is shown: a fleet's or deployment's everything, a client's what it may use and itself."""
@@ -318,6 +340,11 @@ class Gateway:
         current = self.current.name if self.current else None
         status = {"current": current, "members": members, "figures": self.figures.to_json()}
         return response(200, json.dumps(status).encode())
+
+
+def _model_in_query(target: bytes) -> str | None:
+    names = parse_qs(target.partition(b"?")[2][:LONGEST_MODEL].decode("latin-1")).get("model")
+    return names[0] if names else None
 
 
 def calm_collector() -> None:
