@@ -18,6 +18,7 @@ from tests.conftest import ROOT
 
 BASE = """#!/bin/bash
 # a stand-in for Python: $0 is bin/python of an environment, or the base itself
+while [[ $1 = -[IP] ]]; do shift; done
 case "$*" in
     "-c import sys; print"*) echo python3.11 ;;
     "-c import sys, venv, ensurepip"*) exit 0 ;;

@@ -10,6 +10,7 @@ import contextlib
 import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -18,6 +19,9 @@ from corral.base.errors import ConflictError
 from corral.node.files import read_text
 from corral.node.processes import boot_id, identity, start_ticks, stat_fields
 from corral.node.sockets import TIME_WAIT, holders, listening, tcp_sockets
+
+# this Corral; with -P nothing is imported from the current folder, where another user's modules may lie
+OWN_COMMAND = (sys.executable, "-P", "-m", "corral")
 
 
 @contextlib.contextmanager

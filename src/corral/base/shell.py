@@ -146,10 +146,11 @@ def quote_command(argv: Sequence[str]) -> str:
 
 
 def run(argv: Sequence[str], timeout_s: float = 60, env: Mapping[str, str] | None = None) -> Completed:
-    """Run a command to its end and keep its output."""
+    """Run a command to its end and keep its output. A Python among them imports nothing from the current folder."""
+    environment = {**(os.environ if env is None else env), "PYTHONSAFEPATH": "1"}
     try:
         done = subprocess.run(
-            list(argv), capture_output=True, timeout=timeout_s, env=env, stdin=subprocess.DEVNULL, check=False
+            list(argv), capture_output=True, timeout=timeout_s, env=environment, stdin=subprocess.DEVNULL, check=False
         )
     except FileNotFoundError:
         raise CorralError(f"the command {argv[0]!r} is not on this machine.", f"Install {argv[0]}.") from None

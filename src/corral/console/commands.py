@@ -12,7 +12,6 @@ import os
 import secrets
 import shlex
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from corral.base.errors import NotFoundError
 from corral.base.files import make_private_dir
 from corral.base.home import home_dir
 from corral.base.masking import masked_argv
+from corral.base.processes import OWN_COMMAND
 from corral.deploy.deployment.diagnosis import last_lines
 
 KEPT = 50
@@ -56,7 +56,7 @@ class _Child:
 class Commands:
     """Starts commands, and follows those of this console."""
 
-    program: Sequence[str] = (sys.executable, "-m", "corral")
+    program: Sequence[str] = OWN_COMMAND
     clock: Callable[[], float] = time.time
     _children: dict[str, _Child] = field(default_factory=dict)
 

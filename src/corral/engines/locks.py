@@ -145,7 +145,7 @@ def parse_sources(listing: str) -> Sources:
 def read_sources() -> Sources:
     """pip's configuration on this machine; empty where pip is absent."""
     try:
-        done = run([sys.executable, "-m", "pip", "config", "list"], timeout_s=30)
+        done = run([sys.executable, "-P", "-m", "pip", "config", "list"], timeout_s=30)
     except CorralError:
         return Sources()
     return parse_sources(done.stdout) if done.code == 0 else Sources()

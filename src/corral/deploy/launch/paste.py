@@ -106,7 +106,7 @@ def _written(path: Path, text: str) -> list[str]:
 
 
 def _placed(file: PlacedFile, where: str) -> str:
-    return quote_command([sys.executable, "-m", "corral.base.bundle", file.resource, where])
+    return quote_command([sys.executable, "-P", "-m", "corral.base.bundle", file.resource, where])
 
 
 def _secret(path: str) -> str:

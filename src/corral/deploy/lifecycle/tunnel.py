@@ -18,7 +18,6 @@ import signal
 import socket
 import struct
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -31,7 +30,7 @@ from typing import Self, cast
 
 from corral.base.errors import CorralError, UnreachableError
 from corral.base.files import write_atomic
-from corral.base.processes import Identity, own_identity, port_refused, terminated_as_interrupted
+from corral.base.processes import OWN_COMMAND, Identity, own_identity, port_refused, terminated_as_interrupted
 from corral.base.record import dump_json, load_json
 from corral.base.ssh import socket_folder
 from corral.client.fanout import backoff_s
@@ -198,7 +197,7 @@ def ensure_tunnel(folder: DeploymentFolder) -> None:
     log = os.open(folder.tunnel_log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     try:
         process = subprocess.Popen(
-            [sys.executable, "-m", "corral", "tunnel", folder.name],
+            [*OWN_COMMAND, "tunnel", folder.name],
             stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, cwd="/",
         )  # fmt: skip
     finally:

@@ -11,7 +11,6 @@ nodes again.
 from __future__ import annotations
 
 import contextlib
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from corral.base.bundle import bundle
 from corral.base.errors import DataError
 from corral.base.files import make_private_dir, write_atomic
 from corral.base.home import home_dir
+from corral.base.processes import OWN_COMMAND
 from corral.base.record import from_json, to_json
 from corral.base.ssh import Forward
 from corral.base.untrusted import parse_json
@@ -159,7 +159,7 @@ class NodeFiles:
 
     def pull_command(self, reference: str, folder: str) -> list[str]:
         """The command that brings a model into this folder of the nodes."""
-        return [sys.executable, "-m", "corral", "pull", reference, "--to", folder]
+        return [*OWN_COMMAND, "pull", reference, "--to", folder]
 
     def on_each(self, argv: Sequence[str]) -> list[list[str]]:
         """A command as this machine runs it on every node."""

@@ -11,7 +11,6 @@ import os
 import re
 import shlex
 import shutil
-import sys
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from corral.base.errors import CorralError, DoesNotFitError, EngineError, UnreachableError, UsageError
 from corral.base.files import write_atomic
 from corral.base.home import home_dir
+from corral.base.processes import OWN_COMMAND
 from corral.base.record import dump_json, to_json
 from corral.base.shell import run
 from corral.base.wording import duration, time_limit_s, time_limit_text
@@ -319,4 +319,4 @@ def _renewer(deployment: str) -> str:
     Python.
     """
     home = f"CORRAL_HOME={shlex.quote(str(home_dir()))}"
-    return f"{home} {shlex.join([sys.executable, '-m', 'corral', 'renew', deployment])}"
+    return f"{home} {shlex.join([*OWN_COMMAND, 'renew', deployment])}"

@@ -98,7 +98,7 @@ class CourierGroup:
     def start(self) -> None:
         remote = [host for host in self.hosts if host != HERE]
         check = "import sys; sys.exit(sys.version_info < (3, 8))"
-        for host, done in each(remote, lambda host: self.ssh.run(host, ["python3", "-c", check])).items():
+        for host, done in each(remote, lambda host: self.ssh.run(host, ["python3", "-I", "-c", check])).items():
             if isinstance(done, CorralError):
                 self.fail(host, done.message, done.remedy, done.exit_code)
             elif done.code:

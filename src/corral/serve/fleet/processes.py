@@ -11,7 +11,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +19,7 @@ from pathlib import Path
 
 from corral.base.errors import CorralError
 from corral.base.lock import Stillness, holder_of
-from corral.base.processes import Identity, identify, process_namespace
+from corral.base.processes import OWN_COMMAND, Identity, identify, process_namespace
 from corral.base.record import load_json
 from corral.deploy.deployment.events import append_event
 from corral.deploy.deployment.folder import DeploymentFolder
@@ -45,7 +44,7 @@ MOST_GATEWAYS = 8  # machines that are remembered
 def ensure_keeper(folder: FleetFolder) -> None:
     """Start the fleet's keeper in the background, unless one runs."""
     if holder_of(folder.keeper, SILENT_S) is None:
-        _spawn([sys.executable, "-m", "corral", "fleet", "keep", folder.name], folder.keeper_log)
+        _spawn([*OWN_COMMAND, "fleet", "keep", folder.name], folder.keeper_log)
 
 
 def ensure_gateway(folder: FleetFolder, say: Callable[[str], None], stands_by: bool = False) -> None:
@@ -71,7 +70,7 @@ def ensure_gateway(folder: FleetFolder, say: Callable[[str], None], stands_by: b
         argv = ["gateway", "--bind", fleet.host, "--route", fleet.route, "--while-open"]
         if fleet.port is not None:
             argv += ["--port", str(fleet.port)]
-        process = _spawn([sys.executable, "-m", "corral", *argv, fleet.name], folder.gateway_log)
+        process = _spawn([*OWN_COMMAND, *argv, fleet.name], folder.gateway_log)
         started = replace(identify(process.pid), namespace=process_namespace())
         others = [one for one in own if not one.is_here()]
         write_fleet(folder, replace(fleet, gateways=(*others, started)[-MOST_GATEWAYS:]))

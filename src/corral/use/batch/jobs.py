@@ -19,7 +19,6 @@ import functools
 import os
 import shlex
 import signal
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -29,6 +28,7 @@ from typing import Any
 from corral.base.errors import ConflictError, CorralError, LaunchError
 from corral.base.files import make_private_dir
 from corral.base.home import home_dir
+from corral.base.processes import OWN_COMMAND
 from corral.base.record import load_json, save_record
 from corral.client.endpoint import Absence, Endpoint
 from corral.deploy.deployment.folder import DeploymentFolder
@@ -226,7 +226,7 @@ def _free(name: str, count: int) -> list[str]:
 
 def _python() -> list[str]:
     """The command that runs this Corral inside a job; its home is named, because a site may clear the environment."""
-    return ["env", f"CORRAL_HOME={home_dir()}", sys.executable, "-m", "corral"]
+    return ["env", f"CORRAL_HOME={home_dir()}", *OWN_COMMAND]
 
 
 WARNING = "SIGUSR1"

@@ -1,14 +1,14 @@
 # llama-3.1-70b-instruct: llama-3.1-70b-instruct with vLLM conda vllm-inference (modules python)
 # tool calls are read by vLLM's parser llama3_json; --no-tools switches them off
-python3 -m corral pull meta-llama/Llama-3.1-70B-Instruct --to /srv/corral-home/models/llama-3.1-70b-instruct
+python3 -P -m corral pull meta-llama/Llama-3.1-70B-Instruct --to /srv/corral-home/models/llama-3.1-70b-instruct
 umask 077
 mkdir -p /srv/corral-home/pasted/llama-3.1-70b-instruct/node /srv/corral-home/pasted/llama-3.1-70b-instruct/rank0
 [ -s /srv/corral-home/pasted/llama-3.1-70b-instruct/key ] || openssl rand -hex -out /srv/corral-home/pasted/llama-3.1-70b-instruct/key 24
-python3 -m corral.base.bundle node/agent /srv/corral-home/pasted/llama-3.1-70b-instruct/node/agent.py
-python3 -m corral.base.bundle node/guard.py /srv/corral-home/pasted/llama-3.1-70b-instruct/node/corral_guard.py
-python3 -m corral.base.bundle node/row_socket.py /srv/corral-home/pasted/llama-3.1-70b-instruct/node/corral_row_socket.py
-python3 -m corral.base.bundle node/ray_rank.py /srv/corral-home/pasted/llama-3.1-70b-instruct/node/ray_rank.py
-python3 -m corral.base.bundle node/slurm_start.py /srv/corral-home/pasted/llama-3.1-70b-instruct/node/slurm_start.py
+python3 -P -m corral.base.bundle node/agent /srv/corral-home/pasted/llama-3.1-70b-instruct/node/agent.py
+python3 -P -m corral.base.bundle node/guard.py /srv/corral-home/pasted/llama-3.1-70b-instruct/node/corral_guard.py
+python3 -P -m corral.base.bundle node/row_socket.py /srv/corral-home/pasted/llama-3.1-70b-instruct/node/corral_row_socket.py
+python3 -P -m corral.base.bundle node/ray_rank.py /srv/corral-home/pasted/llama-3.1-70b-instruct/node/ray_rank.py
+python3 -P -m corral.base.bundle node/slurm_start.py /srv/corral-home/pasted/llama-3.1-70b-instruct/node/slurm_start.py
 # rank 0 runs this; what is in @…@ is found on the nodes:
 #   corral-conda '' vllm-inference python -m vllm.entrypoints.cli.main serve /srv/corral-home/models/llama-3.1-70b-instruct --served-model-name=llama-3.1-70b-instruct --tensor-parallel-size 4 --max-model-len 131072 --dtype bfloat16 --gpu-memory-utilization 0.92 --max-num-batched-tokens 8192 --max-num-seqs 1024 --api-server-count 2 --host 0.0.0.0 --port @PORT@ --middleware corral_guard.Guard --disable-uvicorn-access-log --enable-prompt-tokens-details --enable-request-id-headers --enable-tokenizer-info-endpoint --allowed-origins '[]' --enable-auto-tool-choice --tool-call-parser llama3_json
 cat >/srv/corral-home/pasted/llama-3.1-70b-instruct/rank0/template.json <<'CORRAL'

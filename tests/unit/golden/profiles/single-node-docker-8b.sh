@@ -1,12 +1,12 @@
 # llama-3.1-8b-instruct: llama-3.1-8b-instruct with vLLM docker vllm/vllm-openai:v0.32.0
 # tool calls are read by vLLM's parser llama3_json; --no-tools switches them off
-python3 -m corral pull meta-llama/Llama-3.1-8B-Instruct --to /srv/corral-home/models/llama-3.1-8b-instruct
+python3 -P -m corral pull meta-llama/Llama-3.1-8B-Instruct --to /srv/corral-home/models/llama-3.1-8b-instruct
 # rank 0, on this-machine
 umask 077
 mkdir -p /srv/corral-home/pasted/llama-3.1-8b-instruct/node /srv/corral-home/pasted/llama-3.1-8b-instruct/rank0
 [ -s /srv/corral-home/pasted/llama-3.1-8b-instruct/key ] || openssl rand -hex -out /srv/corral-home/pasted/llama-3.1-8b-instruct/key 24
-python3 -m corral.base.bundle node/guard.py /srv/corral-home/pasted/llama-3.1-8b-instruct/node/corral_guard.py
-python3 -m corral.base.bundle node/row_socket.py /srv/corral-home/pasted/llama-3.1-8b-instruct/node/corral_row_socket.py
+python3 -P -m corral.base.bundle node/guard.py /srv/corral-home/pasted/llama-3.1-8b-instruct/node/corral_guard.py
+python3 -P -m corral.base.bundle node/row_socket.py /srv/corral-home/pasted/llama-3.1-8b-instruct/node/corral_row_socket.py
 env -C /srv/corral-home/pasted/llama-3.1-8b-instruct/rank0 -u HUGGING_FACE_HUB_TOKEN -u CUSTOM_FASTAPI_MIDDLEWARE_THROTTLE -u CUSTOM_FASTAPI_MIDDLEWARE_PRE_POST_PROCESS -u CUSTOM_FASTAPI_PING_HANDLER -u CUSTOM_FASTAPI_INVOCATION_HANDLER -u CUSTOM_PRE_PROCESS -u CUSTOM_POST_PROCESS -u VLLM_DEBUG_LOG_API_SERVER_RESPONSE -u VLLM_API_KEY -u VLLM_SERVER_DEV_MODE -u VLLM_USE_RUST_FRONTEND -u PYTHONHOME -u PYTHONPATH -u OPENAI_API_KEY -u HF_TOKEN -u PYTHONDONTWRITEBYTECODE CORRAL_DRAIN_FILE=/srv/corral-home/pasted/llama-3.1-8b-instruct/rank0/drain CORRAL_KEY_FILE=/srv/corral-home/pasted/llama-3.1-8b-instruct/key CORRAL_ROW_SOCKETS=/srv/corral-home/pasted/llama-3.1-8b-instruct/rank0 DO_NOT_TRACK=1 HF_HUB_OFFLINE=1 PYTHONPATH=/srv/corral-home/pasted/llama-3.1-8b-instruct/node PYTHONUNBUFFERED=1 TORCHINDUCTOR_CACHE_DIR=/srv/corral-home/cache/docker-vllm-vllm-openai-v0.32.0/inductor VLLM_CACHE_ROOT=/srv/corral-home/cache/docker-vllm-vllm-openai-v0.32.0/vllm VLLM_ENGINE_READY_TIMEOUT_S=86400 VLLM_NO_USAGE_STATS=1 sh -c 'client=$1 name=$2 owner=$3 cache=$4; shift 4
 command -v "$client" >/dev/null || { echo "corral: there is no command $client on this node" >&2; exit 127; }
 mkdir -p "$cache/home" || exit
