@@ -24,7 +24,7 @@ PAGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "places": ("Profiles and SLURM", ("profile", "slurm")),
     "up": ("Starting a model", ("up",)),
     "deployments": ("Deployments", ("ps", "status", "logs", "events", "wait", "down", "env")),
-    "addresses": ("Fleets and addresses", ("scale", "fleet", "gateway", "proxy", "renew", "tunnel")),
+    "addresses": ("Fleets and addresses", ("scale", "fleet", "service", "gateway", "proxy", "renew", "tunnel")),
     "using": ("Using a model", ("complete", "chat", "top", "console")),
     "scoring": ("Scoring", ("score",)),
     "batch": ("Batches", ("batch",)),

@@ -5,6 +5,7 @@
 <home>/deployments/   one folder per deployment
 <home>/fleets/        one folder per fleet
 <home>/gateway/       the keys of the gateways' clients
+<home>/service/       what lets keepers come back after a boot
 <home>/batches/       where batches write, one small file each
 <home>/cache/         compiled artefacts of the engines, safe to delete
 """

@@ -39,6 +39,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "down": ("corral.cli.down:command", "Stop a deployment and leave nothing behind."),
     "scale": ("corral.cli.scale:command", "Give a fleet another number of members."),
     "fleet": ("corral.cli.fleet:command", "Fleets of several servers: keep one running, simulate its scaling."),
+    "service": ("corral.cli.service:command", "Keepers of fleets and chains that come back after a boot."),
     "tunnel": ("corral.cli.tunnel:command", "Bring the endpoint of a deployment elsewhere to this machine."),
     "proxy": ("corral.cli.proxy:command", "One address that stays, while servers behind it come and go."),
     "gateway": ("corral.cli.gateway:command", "One address for fleets and deployments; keys of its clients."),

@@ -33,17 +33,23 @@ def command() -> None:
 @click.option(
     "--json", "as_json", is_flag=True, help="Print each step, and at the end why it stopped, as JSON lines."
 )
-def keep_command(name: str, as_json: bool) -> None:
+@click.option("--stand-by", "stands_by", is_flag=True, help="Wait while another keeper works, and take its place.")
+def keep_command(name: str, as_json: bool, stands_by: bool) -> None:
     """Run the keeper of the fleet NAME: it starts, replaces and stops members, and starts the gateway.
 
     `corral up --replicas` starts it in the background. Run it by hand after a restart of this machine, or on another
-    machine that shares CORRAL_HOME.
+    machine that shares CORRAL_HOME; `corral service install` does that for you.
     """
-    run_keeper(open_fleet(name), "fleet", as_json)
+    run_keeper(open_fleet(name), "fleet", as_json, stands_by=stands_by)
 
 
 def run_keeper(
-    folder: FleetFolder, kind: str, as_json: bool, wanted: Callable[[], bool] = lambda: True, once: bool = False
+    folder: FleetFolder,
+    kind: str,
+    as_json: bool,
+    wanted: Callable[[], bool] = lambda: True,
+    once: bool = False,
+    stands_by: bool = False,
 ) -> None:
     """Run a keeper until a signal ends it; what it does is printed, as events of that kind with `as_json`."""
     ending = False
@@ -58,7 +64,7 @@ def run_keeper(
     def say(text: str) -> None:
         click.echo(event_line(folder.name, kind, text) if as_json else f"{time.strftime('%H:%M:%S')} {text}")
 
-    why = keep(folder, say, lambda: not ending and wanted(), once)
+    why = keep(folder, say, lambda: not ending and wanted(), once, stands_by)
     if as_json:
         click.echo(event_line(folder.name, "end", why))
     else:

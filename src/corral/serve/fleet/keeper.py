@@ -31,6 +31,7 @@ from corral.serve.fleet.creation import place
 from corral.serve.fleet.pace import Pacer
 from corral.serve.fleet.processes import ensure_gateway
 from corral.serve.fleet.record import (
+    BEAT_S,
     SILENT_S,
     Fleet,
     FleetFolder,
@@ -51,7 +52,6 @@ CHAIN_INTERVAL_S, HANDOVER_INTERVAL_S = (
     15.0,
     5.0,
 )  # each asks the scheduler; a hand-over is between two jobs that both run
-BEAT_S = 4.0  # a keeper touches its lock so often: one that is silent for `SILENT_S` is replaced from any machine
 STOPPED = "told to stop; the members keep running"
 STANDBY_S = 5.0  # after which a keeper that waits for the end of another one checks again
 REPLACE_PAUSES_S = 60.0, 1800.0  # after a hung or slow member was replaced; they double

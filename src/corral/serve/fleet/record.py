@@ -42,6 +42,7 @@ from corral.plan.hardware.inventory import NodeSlice
 
 OLD_LOCK_S = 900.0  # a submission takes seconds
 FRESH_S = 5.0  # a gateway writes its load every second
+BEAT_S = 4.0  # a keeper touches its lock so often
 SILENT_S = 20.0  # after which a keeper or a gateway of another machine counts as gone
 LOOPBACK = ("127.", "localhost", "::1")
 
