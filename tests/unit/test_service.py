@@ -178,7 +178,13 @@ def test_a_keeper_that_is_killed_comes_back(corral: Corral) -> None:
         assert not first.is_gone()  # the keeper goes on without it
         os.kill(first.pid, signal.SIGKILL)
         service = corral.start("service", "run")
-        second = until(lambda: (one := holder_of(folder.keeper)) and one.pid != first.pid and one, "another keeper")
+
+        def another() -> Identity | None:
+            now = holder_of(folder.keeper)
+            return now if now is not None and now.pid != first.pid else None
+
+        second: Identity | None = until(another, "another keeper")
+        assert second is not None
         change_fleet(folder, lambda one: Fleet(**{**vars(one), "closed": "over"}))
         until(second.is_gone, "it ends with its fleet")
     finally:

@@ -14,7 +14,7 @@ import click
 from corral.base.errors import CorralError, UsageError
 from corral.cli.help_pages import WholeGroup
 from corral.cli.options import json_option
-from corral.lab.report.screen import print_json
+from corral.lab.report.screen import event_line, print_json
 from corral.serve.fleet.service import (
     STARTERS,
     AlreadyRunsError,
@@ -94,7 +94,8 @@ def status_command(as_json: bool) -> None:
 
 
 @command.command("run", context_settings=HELP)
-def run_command() -> None:
+@click.option("--json", "as_json", is_flag=True, help="Print what it does as JSON lines.")
+def run_command(as_json: bool) -> None:
     """Be the service of this machine, until a signal; what `install` lets start. Ends at once where one runs."""
     ending = False
 
@@ -104,9 +105,12 @@ def run_command() -> None:
 
     signal.signal(signal.SIGTERM, end)
     signal.signal(signal.SIGINT, end)
+
+    def say(text: str) -> None:
+        click.echo(event_line("service", "service", text) if as_json else f"{time.strftime('%F %T')} {text}")
+
     with contextlib.suppress(AlreadyRunsError):
-        why = serve_home(lambda text: click.echo(f"{time.strftime('%F %T')} {text}"), lambda: not ending)
-        click.echo(why, err=True)
+        say(serve_home(say, lambda: not ending))
 
 
 def _installed() -> list[str]:
