@@ -41,11 +41,17 @@ class Login:
     folder: Path
     model: Path
 
+    def env(self, rate: int) -> dict[str, str]:
+        return {"CORRAL_HOME": str(self.folder / "corral"), "PYTHONPATH": str(SOURCE), "HF_HUB_OFFLINE": "1",
+                "FAKE_RATE": str(rate), "XDG_CONFIG_HOME": str(self.folder / "config")}  # fmt: skip
+
     def corral(self, *arguments: str, rate: int = 0) -> subprocess.CompletedProcess[str]:
-        env = {"CORRAL_HOME": str(self.folder / "corral"), "PYTHONPATH": str(SOURCE), "HF_HUB_OFFLINE": "1",
-               "FAKE_RATE": str(rate), "XDG_CONFIG_HOME": str(self.folder / "config")}  # fmt: skip
         command = [sys.executable, "-m", "corral", *arguments]
-        return self.hosts.exec("login", command, env=env, check=False, timeout=240)
+        return self.hosts.exec("login", command, env=self.env(rate), check=False, timeout=240)
+
+    def start(self, *arguments: str, **env: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "corral", *arguments]
+        return self.hosts.popen("login", command, env={**self.env(0), **env})
 
     def rows(self, name: str, count: int = ROWS) -> tuple[str, Path]:
         path = self.folder / f"{name}.in.jsonl"

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from corral.base.errors import LaunchError, UnreachableError
+from corral.base.processes import own_identity
 from corral.base.record import load_json
 from corral.deploy.lifecycle import deployments
 from corral.deploy.slurm import commands
@@ -88,8 +89,9 @@ class Handed(SlurmTarget):
 def target(monkeypatch: pytest.MonkeyPatch) -> Handed:
     made = Handed(SlurmOptions())
     monkeypatch.setattr("corral.deploy.lifecycle.deployments.target_of", lambda _: made)
+    record = deployments.Record("d", "l1", "m", "m", "slurm", 0.0, own_identity())
     monkeypatch.setattr(
-        jobs, "load_json", lambda kind, path: None if kind is deployments.Record else load_json(kind, path)
+        jobs, "load_json", lambda kind, path: record if kind is deployments.Record else load_json(kind, path)
     )
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     return made

@@ -21,11 +21,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from corral.base.errors import CorralError, UnreachableError, UsageError
+from corral.base.errors import CorralError, DataError, UnreachableError, UsageError
 from corral.base.shell import Completed, run, within_deadline
 from corral.base.ssh import announced_wait
 from corral.base.wording import time_limit_s
 
+RESTORE = "Restore deployment.json and launch.json in its folder; `squeue --me` shows your jobs."
 LOGIN_NODE = "Run Corral on a login node of the cluster, or set PATH to where SLURM's commands are."
 PATIENCE_S = 15.0  # for one command; a living controller answers in well under a second
 LOOK_S = 4.0  # for a query whose answer may be "unknown"; `squeue` itself gives up after about 11 s
@@ -171,14 +172,17 @@ def launch_in(name: str) -> str:
     return match[1] if match else ""
 
 
-def jobs_of_launch(launch_id: str, since_s: float, patience_s: float = LOOK_S) -> list[str]:
-    """The jobs that carry a launch id, oldest first; those that the queue no longer has are looked up in the
-    accounting. A controller that does not answer is an error: a job may be there.
+def jobs_of_launch(launch_id: str, since_s: float | None, patience_s: float = LOOK_S) -> list[str]:
+    """The jobs that carry a launch id, oldest first. With `since_s`, the accounting is asked, too, if need be.
+
+    A controller that does not answer is an error: a job may be there.
     """
+    if not launch_id:
+        raise DataError("the launch id of this deployment cannot be read, so its jobs cannot be found.", RESTORE)
     jobs(patience_s)
     names = _cache[os.getuid()].names
-    found = [id for id, name in names.items() if launch_in(name) == launch_id]
-    return sorted(filter(str.isdigit, found), key=int) or _recorded_jobs(launch_id, since_s)
+    found = sorted((id for id, name in names.items() if launch_in(name) == launch_id and id.isdigit()), key=int)
+    return found or ([] if since_s is None else _recorded_jobs(launch_id, since_s))
 
 
 def _recorded_jobs(launch_id: str, since_s: float) -> list[str]:

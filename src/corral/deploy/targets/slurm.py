@@ -307,7 +307,7 @@ def _cancelled(launch_id: str) -> bool:
     """Cancel whatever was queued for a launch; false where SLURM does not answer: then its record has to stay."""
     commands.forget_answers()
     try:
-        for id in commands.jobs_of_launch(launch_id, time.time() - 3600, commands.PATIENCE_S):
+        for id in commands.jobs_of_launch(launch_id, None, commands.PATIENCE_S):
             commands.cancel(id)
     except CorralError:
         return False

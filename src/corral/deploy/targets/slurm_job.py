@@ -75,7 +75,8 @@ class SlurmJobs:
                 return None
             commands.forget_answers()  # they may be older than the job
         try:
-            ids = commands.jobs_of_launch(launch_id or launch_id_of(folder), _begun_s(folder), patience_s)
+            since_s = _begun_s(folder) if recorded is None else None
+            ids = commands.jobs_of_launch(launch_id or launch_id_of(folder), since_s, patience_s)
         except UnreachableError:
             if recorded is None:
                 raise
@@ -174,7 +175,7 @@ class SlurmJobs:
         """The other jobs of a launch that have not ended: a batch hands over from one to the next."""
         if not self.chosen.runner:
             return []
-        ids, known = commands.jobs_of_launch(launch_id, newest.submitted_s), commands.jobs()
+        ids, known = commands.jobs_of_launch(launch_id, None), commands.jobs()
         return [id for id in ids if id != newest.id and id in known and not job_verdict(known[id]).ended]
 
     def _end(self, folder: DeploymentFolder, submitted: Submitted, grace_s: float) -> bool:
@@ -218,7 +219,7 @@ def submit(folder: DeploymentFolder, *options: str, after: str = "0") -> str:
         if error.details.get("queued") is False:
             raise
         commands.forget_answers()
-        ids = commands.jobs_of_launch(launch_id, _begun_s(folder), commands.PATIENCE_S)
+        ids = commands.jobs_of_launch(launch_id, None, commands.PATIENCE_S)
         if ids and int(ids[-1]) > int(after):
             return ids[-1]
         raise

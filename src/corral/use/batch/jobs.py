@@ -20,7 +20,7 @@ import os
 import shlex
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -104,9 +104,23 @@ def jobs_of(folder: BatchFolder, deployment: str | None = None) -> list[QueuedJo
     if not folder.jobs.is_dir():
         return []
     jobs = [load_json(QueuedJob, path) for path in folder.jobs.glob("*.json")]
-    return sorted(
-        (job for job in jobs if deployment in (None, job.deployment)), key=lambda job: (job.submitted_s, job.id)
-    )
+    jobs = sorted(jobs, key=lambda job: (job.submitted_s, job.id))
+    jobs += _unrecorded(folder, {job.deployment: job for job in jobs}, {job.id for job in jobs})
+    return [job for job in jobs if deployment in (None, job.deployment)]
+
+
+def _unrecorded(folder: BatchFolder, newest: Mapping[str, QueuedJob], known: Collection[str]) -> list[QueuedJob]:
+    """Jobs that were queued when the disk was full, or by a runner that was killed; each gets its record."""
+    found = []
+    for name, job in newest.items():
+        its = DeploymentFolder.of(name)
+        with contextlib.suppress(CorralError, OSError):  # what cannot be asked now is found later
+            runner = load_json(deployments.Record, its.record).target_options.get("runner", ())
+            id = deployments.job_of(its) if str(folder.output) in runner else ""
+            if id and id not in known:
+                found.append(replace(job, id=id, submitted_s=time.time(), end=None))
+                save_record(folder.jobs / f"{id}.json", found[-1])
+    return found
 
 
 def queued_states(folder: BatchFolder) -> list[QueuedState]:
@@ -373,7 +387,8 @@ def _queue_again(output: str, own: OwnDeployment, result: BatchResult | None) ->
     if count >= own.max_jobs:
         return InJobOutcome(result, text=f"{count} jobs were used (--max-jobs). {_continue(output)}")
     id = own.queue.submit_successor(own.folder, own.job.id)
-    add_job(folder, id, own.deployment, own.target)
+    with contextlib.suppress(OSError):  # without a record it is found by its launch id
+        add_job(folder, id, own.deployment, own.target)
     return InJobOutcome(result, id, f"job {id} goes on when this one is over ({count + 1} of at most {own.max_jobs})")
 
 
