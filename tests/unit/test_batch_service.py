@@ -15,6 +15,7 @@ from typing import Any
 import openai
 import pytest
 
+from corral.base.errors import NotFoundError
 from corral.fake.app import FakeOptions
 from corral.fake.pace import Pace
 from corral.fake.server import FakeServer
@@ -24,6 +25,7 @@ from corral.use.batch.core.runner import RunnerSettings
 from corral.use.batch.input import check
 from corral.use.batch.service import workers
 from corral.use.batch.service.app import BatchService, ServiceOptions
+from corral.use.batch.service.store import Store
 from corral.use.batch.spec import BatchServers
 from tests.until import until
 
@@ -189,6 +191,28 @@ def test_what_cannot_be_done_is_said(server: FakeServer, tmp_path: Path) -> None
             client.batches.create(input_file_id=file, endpoint="/v1/embeddings", completion_window="24h")
         with pytest.raises(openai.NotFoundError):
             client.batches.retrieve("../key")
+
+
+def test_a_file_that_is_deleted_while_files_are_listed_fails_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(tmp_path / "kept")
+    paths = [tmp_path / name for name in ("a", "b")]
+    for path in paths:
+        path.touch()
+        store.add_file(f"file-{path.name}", path.name, "batch", path)
+    listed = Path.glob
+
+    def deleted_meanwhile(folder: Path, pattern: str) -> list[Path]:
+        found = list(listed(folder, pattern))
+        store.delete_file("file-a")
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "glob", deleted_meanwhile)
+        assert [one["id"] for one in store.files()] == ["file-b"]
+    with pytest.raises(NotFoundError):
+        store.file("file-a")
 
 
 def test_the_rest_of_the_sdks_surface(server: FakeServer, tmp_path: Path) -> None:

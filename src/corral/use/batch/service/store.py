@@ -13,6 +13,7 @@ form that cannot be read, too many bytes, a client that leaves or falls silent, 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import re
 import secrets
@@ -181,14 +182,21 @@ class Store:
             save_json(self._batches / f"{batch['id']}.json", batch)
 
     def _read(self, folder: Path, identity: str, what: str) -> dict[str, Any]:
-        path = folder / f"{identity}.json"
-        if not _ID.fullmatch(identity) or not path.is_file():
+        document = self._document(folder / f"{identity}.json") if _ID.fullmatch(identity) else None
+        if document is None:
             raise NotFoundError(f"No such {what} object: {identity[:80]}", f"List them: GET /v1/{folder.name}")
-        document: dict[str, Any] = msgspec.json.decode(path.read_bytes())
         return document
 
+    def _document(self, path: Path) -> dict[str, Any] | None:
+        """A document; None where there is none, or none any more: another request may have deleted it just now."""
+        with contextlib.suppress(FileNotFoundError):
+            document: dict[str, Any] = msgspec.json.decode(path.read_bytes())
+            return document
+        return None
+
     def _all(self, folder: Path) -> list[dict[str, Any]]:
-        documents: list[dict[str, Any]] = [msgspec.json.decode(path.read_bytes()) for path in folder.glob("*.json")]
+        found = (self._document(path) for path in folder.glob("*.json"))
+        documents = [one for one in found if one is not None]
         return sorted(documents, key=lambda about: (about["created_at"], about["id"]), reverse=True)
 
 
