@@ -66,9 +66,9 @@ class FakeSlurm:
     def state(self, id: str) -> str:
         return (self.folder / "queue" / id).read_text().split("|")[0]
 
-    def set(self, id: str, state: str) -> None:
+    def set(self, id: str, state: str, code: str = "0") -> None:
         path = self.folder / "queue" / id
-        path.write_text(f"{state}|{path.read_text().split('|')[1]}")
+        path.write_text(f"{state}|{self.jobs()[id]}|{code}\n")
 
     def forget(self, id: str) -> None:
         """Only the accounting knows it from now on."""
@@ -78,24 +78,24 @@ class FakeSlurm:
 _SBATCH = """\
 id=$(($(ls queue ended | grep -c '[0-9]') + 1))
 for word in "$@"; do case "$word" in --job-name=*) name=${word#--job-name=};; esac; done
-echo "PENDING|$name" >"queue/$id"
+echo "PENDING|$name|0" >"queue/$id"
 echo "$id"
 """
 _SQUEUE = """\
-for id in $(ls queue); do IFS='|' read -r state name <"queue/$id"
-    echo "$id|$state|None|N/A|N/A|1:00:00|n1|0|0|$name|"
+for id in $(ls queue); do IFS='|' read -r state name code <"queue/$id"
+    echo "$id|$state|None|N/A|N/A|1:00:00|n1|0|$code|$name|"
 done
 """
 _SCANCEL = """\
 for id in "$@"; do :; done
-IFS='|' read -r state name <"queue/$id"
-echo "CANCELLED|$name" >"queue/$id"
+IFS='|' read -r state name code <"queue/$id"
+echo "CANCELLED|$name|0" >"queue/$id"
 """
 _SACCT = """\
 case "$*" in
-*JobName*) for id in $(ls ended queue | grep '[0-9]'); do IFS='|' read -r state name <"$(ls */"$id")"
+*JobName*) for id in $(ls ended queue | grep '[0-9]'); do IFS='|' read -r state name code <"$(ls */"$id")"
     echo "$id|$name"; done;;
-*) while [ "$1" != -j ]; do shift; done; IFS='|' read -r state name <"$(ls */"$2")"
+*) while [ "$1" != -j ]; do shift; done; IFS='|' read -r state name code <"$(ls */"$2")"
     echo "$state|0:0|n1|Unknown|Unknown";;
 esac
 """

@@ -129,6 +129,27 @@ def test_where_it_runs_is_kept_and_found_again(output: Path) -> None:
     assert not is_queued(BatchServers(start_model=ModelToStart("m")))
 
 
+def test_resume_queues_as_many_jobs_as_before(
+    output: Path, corral: Corral, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with FakeServer(FakeOptions(model="m")) as server:
+        order = BatchSpec(input=str(tmp_path / "rows.jsonl"), output=str(output))
+        run_batch(order, BatchServers(urls=(server.url,), jobs=2), RunnerSettings(), Quiet(), signals=False)
+    body = json.loads(BatchFolder(output).spec.read_text())
+    more = {"target": "slurm", "target_options": {}}
+    BatchFolder(output).spec.write_text(json.dumps({**body, "urls": [], "start_model": {"model": "m", "more": more}}))
+    asked: list[int] = []
+
+    def submit(spec: Any, servers: BatchServers, *_: object) -> jobs.SubmittedBatch:
+        asked.append(servers.jobs)
+        return jobs.SubmittedBatch(spec.output, 5, ("7",))
+
+    monkeypatch.setattr(jobs, "submit", submit)
+    assert corral("batch", "resume", str(output)).code == 0
+    assert corral("batch", "resume", str(output), "--jobs", "3").code == 0
+    assert asked == [2, 3]
+
+
 def test_status_shows_jobs_and_never_calls_unknown_failed(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, _ = load_record(str(output))
     add_job(folder, "41", "d", SlurmTarget(SlurmOptions()))

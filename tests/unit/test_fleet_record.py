@@ -14,6 +14,7 @@ from corral.base.errors import ConflictError, NotFoundError
 from corral.base.files import write_atomic
 from corral.base.processes import Identity, own_identity
 from corral.base.record import dump_json, from_json, to_json
+from corral.deploy.deployment.events import append_event
 from corral.deploy.deployment.folder import DeploymentFolder
 from corral.serve.fleet.record import (
     Fleet,
@@ -34,6 +35,7 @@ from corral.serve.fleet.record import (
     read_loads,
     refuse_fleet_name,
 )
+from corral.serve.fleet.status import fleet_status
 
 
 @pytest.fixture(autouse=True)
@@ -46,6 +48,15 @@ def fleet(name: str = "small") -> Fleet:
     return Fleet(
         name, "the-model", 1, 4, 2, 1000.0, (FleetMember(f"{name}-1"), FleetMember(f"{name}-2", leaving=True))
     )
+
+
+def test_a_member_that_could_not_be_started_says_why() -> None:
+    folder = create_fleet(fleet())
+    append_event(folder.events, "failed", text="small-1: an older refusal", member="small-1")
+    append_event(folder.events, "failed", text="small-1: sbatch refused the job", member="small-1")
+    first, second = fleet_status(folder).members
+    assert first.text == "not started yet: sbatch refused the job"
+    assert second.text == "not started yet"
 
 
 def test_a_fleet_is_made_read_and_changed() -> None:

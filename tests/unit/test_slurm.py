@@ -264,7 +264,10 @@ def test_submitting_keeps_secrets_and_outer_jobs_out(fake: Any, tmp_path: Path, 
     [("sbatch: error: invalid partition specified: nope", "--partition"),
      ("sbatch: error: Batch job submission failed: Invalid account or account/partition combination specified",
       "--account"),
-     ("sbatch: unrecognized option '--partiton=gpu'", "KEY=VALUE"), ("sbatch: error: odd", "man sbatch")],
+     ("sbatch: unrecognized option '--partiton=gpu'", "KEY=VALUE"), ("sbatch: error: odd", "man sbatch"),
+     ("sbatch: option '--hold' doesn't allow an argument", "`--slurm hold`"),
+     ("sbatch: error: AssocMaxSubmitJobLimit\nsbatch: error: Batch job submission failed: Job violates accounting/"
+      "QOS policy (job submit limit, user's size and/or time limits)", "no more jobs in the queue")],
 )  # fmt: skip
 def test_what_sbatch_refuses(fake: Any, tmp_path: Path, said: str, remedy: str) -> None:
     fake("sbatch", f"exec >&2\n{print_text(said)}\nexit 1")
@@ -386,6 +389,7 @@ def test_options_from_words_and_from_profiles() -> None:
     words = SlurmOptions.read({"exclusive": "true", "nodes": "2", "modules": "a,b", "mail-type": "END", "hold": True})
     assert (words.exclusive, words.nodes, words.modules) == (True, 2, ("a", "b"))
     assert words.extra == {"mail-type": "END", "hold": True}
+    assert SlurmOptions.read({"hold": "true", "spread-job": "false"}).extra == {"hold": True, "spread-job": False}
     made = SlurmTarget.from_options(KEMPNER)
     assert SlurmTarget.from_options(made.options()).chosen == made.chosen  # as kept in the record
     assert json.loads(json.dumps(made.options())) == made.options()
@@ -459,6 +463,9 @@ def test_gpus_need_not_be_typed(fake: Any) -> None:
     fake("sbatch", "echo 'sbatch: error: Invalid account or account/partition combination specified' >&2; exit 1")
     with pytest.raises(UsageError, match="Invalid account"):  # before an engine or a model is fetched
         rendering.dry_run(DeployRequest(model="llama-3.1-70b", target="slurm", target_options={"account": "x"}))
+    fake("sbatch", "echo 'allocation failure: Requested reservation is invalid' >&2; exit 1")
+    with pytest.raises(UsageError, match="reservation is invalid"):
+        rendering.dry_run(DeployRequest(model="llama-3.1-70b", target="slurm", target_options={"reservation": "x"}))
     with pytest.raises(DoesNotFitError, match="gives a job 3 d, and 4 d were requested"):
         rendering.dry_run(DeployRequest(model="llama-3.1-70b", target="slurm", target_options={"time": "4-00:00:00"}))
 

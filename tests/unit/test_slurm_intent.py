@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -14,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from corral.base.errors import CorralError, UnreachableError, UsageError
+from corral.base.errors import CorralError, DataError, UnreachableError, UsageError
 from corral.base.files import write_atomic
 from corral.base.processes import Identity, own_identity
 from corral.base.record import dump_json, load_json
 from corral.deploy.deployment.folder import DeploymentFolder
-from corral.deploy.deployment.state import Reason, State
+from corral.deploy.deployment.state import NO_ROOM, Reason, State
 from corral.deploy.lifecycle import deployments
 from corral.deploy.slurm import commands
 from corral.deploy.targets.slurm import SlurmTarget
@@ -198,6 +199,29 @@ def test_a_full_disk_at_a_hand_over_loses_no_job(
     slurm.set("1", "COMPLETING")
     end(folder)
     assert (slurm.state("1"), slurm.state("2")) == ("CANCELLED", "CANCELLED")
+
+
+def test_ps_says_why_a_job_waits(slurm: FakeSlurm, corral: Corral) -> None:
+    submit(begin())
+    assert "job 1 waits in the queue: the scheduler has not looked at it yet" in corral("ps").out
+
+
+def test_a_full_disk_is_named_by_the_exit_code_of_the_runner(
+    slurm: FakeSlurm, corral: Corral, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise DataError("out.jsonl cannot be written: No space left on device.", errno=errno.ENOSPC)
+
+    monkeypatch.setattr("corral.use.batch.jobs.run_in_job", full)
+    runner = corral("batch", "in-job", "out.jsonl", "--deployment", "d")
+    assert runner.code == NO_ROOM
+    assert "No space left on device" in runner.err
+    folder = begin(runner=["true"])
+    submit(folder)
+    slurm.set("1", "FAILED", code=str(NO_ROOM << 8))
+    now = deployments.status(folder)
+    assert now.reason is Reason.NO_SPACE
+    assert "the disk that it writes to is full" in now.text
 
 
 def test_a_job_of_an_earlier_launch_does_not_start_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from corral.base.errors import INTERRUPTED, UsageError
+from corral.base.errors import INTERRUPTED, CorralError, UsageError
 from corral.base.files import read_text
 from corral.cli.help_pages import DefaultVerbGroup, GroupedCommand
 from corral.cli.options import Duration, TokenCount, chosen_target, target_options
@@ -66,9 +66,9 @@ def _run_options(function: Any) -> Any:
         click.option("--timeout", type=Duration(1), default="1h", show_default=True, metavar="TIME",
                      help="How long a server may be silent about one request."),
         click.option("--keep-going", is_flag=True, help="Do not stop when nearly every row fails."),
-        click.option("--jobs", type=click.IntRange(min=1), default=1, show_default=True, metavar="N",
+        click.option("--jobs", type=click.IntRange(min=1), metavar="N",
                      help="Let up to N runners work on this batch at once: run the same command N times, anywhere; "
-                          "on SLURM, N jobs are queued."),
+                          "on SLURM, N jobs are queued (default: 1; resume: as many as before)."),
         click.option("--max-jobs", type=click.IntRange(min=1), metavar="N",
                      help="On SLURM: how often a job that runs out of time is queued again (default: 10 in all)."),
         click.option("--wait", is_flag=True,
@@ -158,6 +158,7 @@ def resume(output: str, retry_failed: bool, **options: Any) -> int:
     from corral.use.batch.batch import saved_spec
 
     spec, servers = saved_spec(output)
+    options["jobs"] = options["jobs"] or servers.jobs
     return _run(replace(spec, retry_failed=retry_failed), servers, options)
 
 
@@ -301,7 +302,7 @@ def _submit(spec: Any, servers: Any, options: dict[str, Any]) -> int:
     runner_options += ["--keep-going"] if options["keep_going"] else []
     screen = Screen(options["as_json"], spec.output)
     with screen:
-        queued = submit(spec, servers, options["jobs"], options["max_jobs"], runner_options, screen.phases)
+        queued = submit(spec, servers, options["max_jobs"], runner_options, screen.phases)
     print_submitted(queued, options["as_json"])
     return wait_for_jobs(spec.output) if options["wait"] and not queued.done else 0
 
@@ -314,15 +315,24 @@ def in_job(output: str, deployment: str, **options: Any) -> int:
     """Run a batch beside a model in a job of a scheduler; queued by `corral batch`."""
     import os
 
+    from corral.deploy.deployment.state import NO_ROOM
     from corral.use.batch.jobs import OwnDeployment, run_in_job
 
     own = OwnDeployment(
-        deployment, options["jobs"], options["max_jobs"] or 10, int(os.environ.get("CORRAL_AGENTS", "0"))
+        deployment, options["jobs"] or 1, options["max_jobs"] or 10, int(os.environ.get("CORRAL_AGENTS", "0"))
     )
     screen = Screen(options["as_json"], output)
     with screen:
         settings = replace(_settings(options), drain_s=float(os.environ.get("CORRAL_DRAIN_S", "60")))
-        outcome = run_in_job(output, own, settings, screen, row_order=options["row_order"])
+        try:
+            outcome = run_in_job(output, own, settings, screen, row_order=options["row_order"])
+        except (CorralError, OSError) as error:
+            from corral.use.batch.service.workers import Shortage, shortage_of
+
+            if shortage_of(error) is not Shortage.DISK:
+                raise
+            tell(error.in_full if isinstance(error, CorralError) else str(error), err=True)
+            return NO_ROOM
     if outcome.result:
         screen.summary(outcome.result)
     if outcome.text:
@@ -340,11 +350,12 @@ def _run(spec: Any, servers: Any, options: dict[str, Any]) -> int:
     from corral.use.batch.shared import Sharing
     from corral.use.batch.spec import RAY_DATA
 
+    jobs = options["jobs"] or 1
     model = servers.start_model
     if model and model.engine == RAY_DATA and options["concurrency"]:
         servers = replace(servers, start_model=replace(model, replicas=options["concurrency"]))
     if is_queued(servers):
-        return _submit(spec, servers, options)
+        return _submit(spec, replace(servers, jobs=jobs), options)
     screen = Screen(options["as_json"], spec.output)
     with screen:
         result = run_batch(
@@ -355,7 +366,7 @@ def _run(spec: Any, servers: Any, options: dict[str, Any]) -> int:
             row_order=options["row_order"],
             price=options["price"],
             reporter=screen.phases,
-            sharing=Sharing(options["jobs"]),
+            sharing=Sharing(jobs),
         )
     screen.summary(result)
     return _exit_code(result.summary.done, result.errors is not None)
@@ -371,7 +382,7 @@ def _check_ray(options: dict[str, Any], model: str | None, more: dict[str, Any])
     """Refuse options that Ray Data cannot use."""
     if not model:
         raise UsageError("--engine ray-data needs the model.", "Give --start PATH, or a Hugging Face id.")
-    if options["urls"] or options["deployments"] or options["jobs"] > 1:
+    if options["urls"] or options["deployments"] or (options["jobs"] or 1) > 1:
         raise UsageError("--engine ray-data starts its own engines.", "Leave out --url, --deployment and --jobs.")
     if more:
         raise UsageError(

@@ -13,6 +13,7 @@ from corral.node.states import ENDED, TRANSITIONS, Reason, State, may_follow
 __all__ = ["ENDED", "TRANSITIONS", "Patience", "Reason", "State", "may_follow"]
 
 
+NO_ROOM = 74  # the exit code of a runner beside a model that found its disk full: it can say so in no other way
 LIMIT = 10.0  # times what is expected
 LEAST_LIMIT_S = 900.0
 

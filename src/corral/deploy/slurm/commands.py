@@ -245,12 +245,12 @@ SECRET = re.compile(r"TOKEN|SECRET|PASSW|API_?KEY|ACCESS_KEY|CREDENTIAL", re.IGN
 
 
 def refuse_unknown(script: str) -> None:
-    """Raise what sbatch would refuse for good (a partition, an account, an option), before anything is fetched."""
+    """Raise what sbatch would refuse for good (a reservation, an account, an option), before anything is fetched."""
     with tempfile.NamedTemporaryFile("w", suffix=".sh") as file:
         file.write(script)
         file.flush()
         done = ask(["sbatch", "--test-only", file.name])
-    if done.code and any(re.search(pattern, done.stderr) for pattern, _ in _REFUSALS[:4]):
+    if done.code and any(re.search(pattern, done.stderr) for pattern, _ in (*_FOR_GOOD, *_UNKNOWN_OPTIONS)):
         raise _refused(done)
 
 
@@ -327,11 +327,27 @@ def _number(text: str) -> str:
     raise CorralError(f"sbatch did not print a job id: {text.strip()[-200:]!r}", "Look with `squeue --me`.")
 
 
-_REFUSALS = (
+_FOR_GOOD = (
     (r"[Ii]nvalid partition", "`corral slurm partitions` lists them; name one with --partition."),
     (r"[Ii]nvalid account|account/partition combination", "Name one of yours with --account; `sshare` lists them."),
     (r"[Ii]nvalid qos", "Correct --slurm qos=…"),
+    (r"[Rr]eservation", "`scontrol show reservation` lists them; correct --slurm reservation=…, or leave it out."),
+    (r"[Ii]nvalid feature", "`corral slurm partitions` shows what nodes have; correct --slurm constraint=…"),
+    (r"[Ii]nvalid license", "`scontrol show licenses` lists them; correct --slurm licenses=…"),
+)
+_UNKNOWN_OPTIONS = (
     (r"unrecognized option", "What Corral does not know of `--slurm KEY=VALUE` goes to sbatch: check the name."),
+    (r"doesn't allow an argument", "It is a flag: give it without a value, as in `--slurm hold`."),
+    (r"requires an argument", "Give it a value: --slurm KEY=VALUE."),
+)
+_SUBMIT_LIMIT = (
+    "Your account or its quality of service allows no more jobs in the queue: wait until one of yours has ended"
+    " (`squeue --me`), or name another --account. `sacctmgr show assoc` and `sacctmgr show qos` show the limits."
+)
+_REFUSALS = (
+    *_FOR_GOOD,
+    *_UNKNOWN_OPTIONS,
+    (r"MaxSubmit|submit limit", _SUBMIT_LIMIT),
     (r"[Nn]ode configuration|not available|count specification", "`corral slurm partitions` shows what nodes have."),
     (r"time limit", "Ask for less with --time: `corral slurm partitions` shows the limits."),
 )

@@ -67,8 +67,9 @@ class SlurmOptions:
                 extra |= {str(option).lstrip("-").replace("_", "-"): item for option, item in value.items()}
             elif name in known:
                 values[name] = _value(name, known[name], value)
-            else:
-                extra[str(key).lstrip("-").replace("_", "-")] = value
+            else:  # `hold=true` is the flag --hold: no option of sbatch has such a value
+                flag = {"true": True, "false": False}.get(str(value).lower(), value)
+                extra[str(key).lstrip("-").replace("_", "-")] = flag
         read = cls(**values, extra=extra)
         read._check()
         return read

@@ -6,7 +6,7 @@ import re
 import time
 from dataclasses import dataclass
 
-from corral.deploy.deployment.state import Reason, State
+from corral.deploy.deployment.state import NO_ROOM, Reason, State
 from corral.deploy.slurm.commands import SlurmJob
 
 
@@ -43,6 +43,8 @@ STATES: dict[str, tuple[State, Reason | None, str, str]] = {
     "STAGE_OUT": (State.DRAINING, None, "is ending: its files are copied out", ""),
     "COMPLETED": (State.FAILED, Reason.JOB_ENDED, "ended, and its agents reported nothing", "Its output: `{log}`."),
     "FAILED": (State.FAILED, Reason.JOB_FAILED, "failed {code}", "Its output: `{log}`."),
+    "NO_ROOM": (State.FAILED, Reason.NO_SPACE, "ended because the disk that it writes to is full, or a quota on it",
+                "Make room, then continue."),
     "LAUNCH_FAILED": (State.FAILED, Reason.JOB_FAILED, "could not be launched on {nodes}", "Its output: `{log}`."),
     "RECONFIG_FAIL": (State.FAILED, Reason.NODE_LOST, "ended because a node could not be set up", _AGAIN),
     "TIMEOUT": (
@@ -121,6 +123,7 @@ HOPELESS = frozenset({
 def job_verdict(job: SlurmJob, log: str = "job.log", now_s: float | None = None) -> JobVerdict:
     """A job as a state of Corral, with its reason and remedy."""
     name = "LAUNCH_FAILED" if job.state == "FAILED" and job.reason == "JobLaunchFailure" else job.state
+    name = "NO_ROOM" if name == "FAILED" and exit_of(job.exit_code) == (NO_ROOM, 0) else name
     state, reason, what, remedy = STATES.get(name, NOT_KNOWN)
     known = {
         "job": job.id,
@@ -136,7 +139,7 @@ def job_verdict(job: SlurmJob, log: str = "job.log", now_s: float | None = None)
         text = f"job {job.id}{again} {what}: {why}" + _expected(job.start_s, time.time() if now_s is None else now_s)
         remedy = help_ or remedy
         reason = Reason.CANNOT_START if is_hopeless(job.reason) else None
-    if job.state not in STATES:
+    if name not in STATES:
         text += f": {job.state}"
     remedy = remedy.format_map(known)
     ended = state in (State.FAILED, State.STOPPED)

@@ -95,7 +95,7 @@ class SlurmTarget(SlurmJobs, Target):
         Flag("--partition", "partition", "The partition (default: the cluster's, or one with GPUs)."),
         Flag("--nodes", "nodes", "Nodes (default: as many as the model needs).", least=1),
         Flag("--interface", "interface", "Network interface between the nodes (default: found).", "NAME"),
-        Flag("--slurm", "", "Any other option of sbatch, or of the slurm target; repeatable.", "KEY=VALUE"),
+        Flag("--slurm", "", "Any other option of sbatch, or of the slurm target; repeatable.", "KEY[=VALUE]"),
     )
     VARIABLES: ClassVar[Mapping[str, str]] = {"CORRAL_PARTITION": "partition", "CORRAL_ACCOUNT": "account"}
     NODES_KNOWN = False

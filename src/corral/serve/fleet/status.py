@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from corral.base.errors import CorralError, LaunchError
 from corral.base.files import changed_s, is_gone
@@ -13,6 +13,7 @@ from corral.base.lock import holder_of, lock_holder, silence_s
 from corral.base.wording import duration
 from corral.client.endpoint import Endpoint
 from corral.deploy.deployment.diagnosis import last_lines
+from corral.deploy.deployment.events import read_events
 from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.deployment.state import ENDED, State
 from corral.deploy.lifecycle import deployments
@@ -100,6 +101,8 @@ def fleet_status(folder: FleetFolder, known: Mapping[str, deployments.Status] | 
     gateways = list(held_gateways(folder).values())
     known = read_statuses(fleet.members) if known is None else known
     members = tuple(member_of(one, known.get(one.name), load_of(loads, one.name)) for one in fleet.members)
+    if any(one.status is None for one in members):
+        members = _with_refusals(folder, members)
     ready = sum(one.state is State.READY and not one.leaving and not one.stuck for one in members)
     state, text = _state(fleet, members, gateways, ready)
     serves = bool(gateways) and gateways[0].is_reachable and not fleet.closed
@@ -138,6 +141,19 @@ def fleet_statuses(known: Mapping[str, deployments.Status]) -> list[FleetStatus]
             made_s = changed_s(folder.key)
             statuses.append(FleetStatus(*of_what, *counts, made_s, None, (), None, "unknown", ()))
     return statuses
+
+
+def _with_refusals(folder: FleetFolder, members: tuple[MemberStatus, ...]) -> tuple[MemberStatus, ...]:
+    """The members; of those that could not be started, why, as the keeper was told."""
+    why = {
+        str(event.get("member")): str(event.get("text")).removeprefix(f"{event.get('member')}: ")
+        for event in read_events(folder.events)
+        if event.kind == "failed"
+    }
+    return tuple(
+        replace(one, text=f"{one.text}: {why[one.name]}") if one.status is None and one.name in why else one
+        for one in members
+    )
 
 
 def keeper_status(folder: FleetFolder) -> tuple[bool | None, str]:

@@ -173,13 +173,13 @@ class SubmittedBatch:
 def submit(
     spec: BatchSpec,
     servers: BatchServers,
-    jobs: int,
     max_jobs: int | None,
     runner_options: Sequence[str],
     reporter: Any,
 ) -> SubmittedBatch:
-    """Queue jobs until `jobs` of them are active; `runner_options` go to the runner in each."""
+    """Queue jobs until as many as `servers` asks for are active; `runner_options` go to the runner in each."""
     assert servers.start_model is not None
+    jobs = servers.jobs
     folder = folder_of(str(Path(spec.output).absolute()), spec.ordered)
     name = started_name(spec.output)
     target, decision = sized(servers.start_model.request(name), reporter.note)

@@ -96,6 +96,7 @@ class BatchServers:
     key_file: str | None = None
     start_model: ModelToStart | None = None
     in_process: bool = False  # `--offline`: rows go to the engine without HTTP
+    jobs: int = 1  # that a scheduler is to run at once
 
 
 @dataclass(frozen=True)
@@ -122,10 +123,11 @@ class BatchRecord:
     key_file: str | None = None
     start_model: ModelToStart | None = field(default=None, metadata=renamed_from("offline"))
     in_process: bool = False
+    jobs: int = 1
 
     @property
     def servers(self) -> BatchServers:
-        return BatchServers(self.deployments, self.urls, self.key_file, self.start_model, self.in_process)
+        return BatchServers(self.deployments, self.urls, self.key_file, self.start_model, self.in_process, self.jobs)
 
 
 @dataclass(frozen=True)
@@ -302,6 +304,7 @@ def _record(
         key_file=str(Path(servers.key_file).absolute()) if servers.key_file else None,
         start_model=servers.start_model,
         in_process=servers.in_process,
+        jobs=servers.jobs,
     )
 
 
