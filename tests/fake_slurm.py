@@ -78,10 +78,15 @@ class FakeSlurm:
 _SBATCH = """\
 id=$(($(ls queue ended | grep -c '[0-9]') + 1))
 for word in "$@"; do case "$word" in --job-name=*) name=${word#--job-name=};; esac; done
+echo "$word" >"script-$id"
 echo "PENDING|$name|0" >"queue/$id"
 echo "$id"
 """
 _SQUEUE = """\
+case "$*" in *Command*)
+    for word in "$@"; do case "$word" in --jobs=*) cat "script-${word#--jobs=}";; esac; done
+    exit;;
+esac
 for id in $(ls queue); do IFS='|' read -r state name code <"queue/$id"
     echo "$id|$state|None|N/A|N/A|1:00:00|n1|0|$code|$name|"
 done

@@ -19,6 +19,7 @@ from corral.cli.options import Duration, json_option
 from corral.deploy.doctor import readiness
 from corral.deploy.doctor.examination import Question, examine
 from corral.deploy.doctor.finding import Level, Report
+from corral.deploy.lifecycle.orphans import find_orphans
 from corral.deploy.profile.merging import merged, storage_of
 from corral.deploy.profile.profile import load_profile
 from corral.deploy.targets.keys import target_class
@@ -41,6 +42,7 @@ from corral.plan.places import Storage
               metavar="TIME", help="The whole examination ends within this.")  # fmt: skip
 @click.option("--fix-script", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
               help="Write the commands that make the nodes ready into FILE, to read and run there.")  # fmt: skip
+@click.option("--orphans", is_flag=True, help="List jobs, processes and containers that no deployment owns.")
 @json_option("The report as one JSON document.")
 def command(
     hosts: str | None,
@@ -52,12 +54,16 @@ def command(
     quick: bool,
     timeout_s: float,
     fix_script: Path | None,
+    orphans: bool,
     as_json: bool,
 ) -> int:
     """Examine nodes and list what would keep a deployment from working there, with a remedy each.
 
     Nothing is changed and no process is ended. Exit code 8 when something fatal was found.
     """
+    if orphans:
+        _show(find_orphans(typed_hosts(hosts) if hosts else (), timeout_s), as_json)
+        return 0
     question = Question(model=model, interface=interface, quick=quick, timeout_s=timeout_s)
     chosen_hosts = typed_hosts(hosts) if hosts else ()
     if profile:

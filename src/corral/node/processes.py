@@ -146,6 +146,18 @@ def marked(launch_id: str, engine_files: Sequence[str] = ()) -> Set[int]:
     return {pid for pid in found if table[pid].state not in ENDED} - {os.getpid(), os.getppid()}
 
 
+def launches() -> Dict[str, Set[int]]:
+    """The running processes of this user that carry a launch id in their environment, by that id."""
+    start = ("%s=" % MARKER).encode()
+    found: Dict[str, Set[int]] = {}
+    for pid, process in process_table().items():
+        with contextlib.suppress(OSError), open("/proc/%d/environ" % pid, "rb") as file:
+            for variable in file.read().split(b"\0"):
+                if variable.startswith(start) and process.state not in ENDED:
+                    found.setdefault(variable[len(start) :].decode("utf-8", "replace"), set()).add(pid)
+    return found
+
+
 def end_all(find: Callable[[], Set[int]], grace_s: float) -> None:
     """TERM, wait, KILL whatever `find()` returns, until it returns nothing."""
     deadline = time.monotonic() + grace_s

@@ -179,10 +179,21 @@ def jobs_of_launch(launch_id: str, since_s: float | None, patience_s: float = LO
     """
     if not launch_id:
         raise DataError("the launch id of this deployment cannot be read, so its jobs cannot be found.", RESTORE)
-    jobs(patience_s)
-    names = _cache[os.getuid()].names
-    found = sorted((id for id, name in names.items() if launch_in(name) == launch_id and id.isdigit()), key=int)
+    carried = launches_in_queue(patience_s)
+    found = sorted((id for id, launch in carried.items() if launch == launch_id and id.isdigit()), key=int)
     return found or ([] if since_s is None else _recorded_jobs(launch_id, since_s))
+
+
+def launches_in_queue(patience_s: float = PATIENCE_S) -> dict[str, str]:
+    """The launch ids that jobs of the queue carry, by the jobs' numbers."""
+    jobs(patience_s)
+    return {id: carried for id, name in _cache[os.getuid()].names.items() if (carried := launch_in(name))}
+
+
+def script_of(id: str) -> Path:
+    """The path of the batch script that a job was submitted with."""
+    done = ask(["squeue", "--noheader", f"--jobs={id}", "--states=all", "--Format=Command:|"])
+    return Path(done.or_raise(f"the script of job {id} could not be asked for").stdout.strip().removesuffix("|"))
 
 
 def _recorded_jobs(launch_id: str, since_s: float) -> list[str]:
@@ -270,7 +281,7 @@ def submit(script: Path, *options: str, launch_id: str = "") -> str:
     without what an outer job set. An interrupt while sbatch runs cancels the job that it may have submitted.
     """
     text = script.read_text(encoding="utf-8") if script.is_file() else ""
-    name = re.search(r'^#SBATCH --job-name="?([^"\n]*)', text, re.MULTILINE)
+    name = re.search(r'^#SBATCH -{2}job-name="?([^"\n]*)', text, re.MULTILINE)
     named = [f"--job-name={name[1] if name else 'corral'}.{launch_id}"] if launch_id else []
     done = _run_sbatch(["sbatch", "--parsable", *named, *options, str(script)], _inherited(text))
     if done.code and re.search(UNREACHABLE, done.stderr):

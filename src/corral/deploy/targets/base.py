@@ -34,6 +34,7 @@ from corral.deploy.launch.render import LaunchSpec, server_url
 from corral.deploy.targets.keys import Declaration, target_class
 
 if TYPE_CHECKING:
+    from corral.deploy.doctor.finding import Finding
     from corral.engines.runtimes.base import NodeCheck
     from corral.plan.contract import Plan
     from corral.plan.hardware.inventory import Inventory
@@ -242,6 +243,11 @@ class Target(Declaration, Preflight, NodeFiles, Access, ABC):
     def stop(self, folder: DeploymentFolder, launch_id: str, grace_s: float) -> bool:
         """Stop the agents and wait; clean up after agents that are gone. Whether nothing is left."""
 
+    @classmethod
+    def orphans(cls, owned: Collection[str]) -> Iterator[Finding]:  # noqa: ARG003
+        """What a scheduler has of launches that are not `owned`, and of no other home either."""
+        return iter(())
+
     # what a scheduler may change besides
 
     def script(self, spec: LaunchSpec, folder: DeploymentFolder) -> str:
@@ -303,6 +309,13 @@ def launch_id_of(folder: DeploymentFolder) -> str:
         launch_id = parse_json(folder.launch.read_bytes(), str(folder.launch))["launch_id"]
         return launch_id if isinstance(launch_id, str) else ""
     return ""
+
+
+def is_of_launch(folder: DeploymentFolder, launch_id: str) -> bool:
+    """Whether a folder, of any home, is that of a launch; raises where that cannot be read."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        return f'"{launch_id}"'.encode() in folder.record.read_bytes()
+    return False
 
 
 def write_node_files(spec: LaunchSpec, folder: DeploymentFolder) -> None:

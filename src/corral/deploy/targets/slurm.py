@@ -34,10 +34,11 @@ from corral.deploy.slurm.preflight import Allocation, find_allocation, refuse_la
 from corral.deploy.slurm.script import BatchJob, batch_script
 from corral.deploy.targets.base import ChosenPorts, Target, write_node_files
 from corral.deploy.targets.keys import Flag, Shared, Size, at_least, key, number, one_word, only_set, time_limit
-from corral.deploy.targets.slurm_job import SlurmJobs, Submitted, submit
+from corral.deploy.targets.slurm_job import SlurmJobs, Submitted, orphan_jobs, submit
 from corral.plan.hardware.inventory import Inventory, parse_gpus
 
 if TYPE_CHECKING:
+    from corral.deploy.doctor.finding import Finding
     from corral.engines.runtimes.base import NodeCheck
     from corral.plan.contract import Plan
 
@@ -142,6 +143,10 @@ class SlurmTarget(SlurmJobs, Target):
         gpus = options.get("hardware", {}).get("gpus")
         per_node = number(options.get("gpus_per_node", parse_gpus(gpus).gpus_per_node if gpus else 0))
         return Size(number(options.get("nodes")) or 1, per_node, time_limit_s(str(options.get("time", "0"))) or 0.0)
+
+    @classmethod
+    def orphans(cls, owned: Collection[str]) -> Iterator[Finding]:
+        return orphan_jobs(owned) if shutil.which("squeue") else iter(())
 
     def options(self) -> dict[str, object]:
         defaults = vars(SlurmOptions())

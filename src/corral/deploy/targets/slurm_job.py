@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,14 @@ from corral.deploy.deployment.diagnosis import last_lines
 from corral.deploy.deployment.events import append_event, last_state
 from corral.deploy.deployment.folder import DeploymentFolder, RankFolder
 from corral.deploy.deployment.state import ENDED, Reason, State
+from corral.deploy.doctor.finding import Finding, warning
 from corral.deploy.slurm import commands
 from corral.deploy.slurm.commands import SlurmJob
 from corral.deploy.slurm.options import SlurmOptions
 from corral.deploy.slurm.preflight import REMEDY
 from corral.deploy.slurm.script import NOT_SEEN
 from corral.deploy.slurm.states import JobVerdict, exit_of, job_verdict
-from corral.deploy.targets.base import AgentsStatus, JobState, JobStatus, Lease, OwnJob, launch_id_of
+from corral.deploy.targets.base import AgentsStatus, JobState, JobStatus, Lease, OwnJob, is_of_launch, launch_id_of
 
 END_PATIENCE_S = 90.0  # for a cancelled job: KillWait and epilogues
 LOST_PATIENCE_S = 5.0  # for one that has lost a node: SLURM ends it once the node answers, or is given up
@@ -206,6 +207,24 @@ def _not_ended(job: SlurmJob) -> UnreachableError:
         "All else was stopped; an agent that is cut off ends its engine by itself within seconds, and SLURM ends the"
         " job when the node is back or given up. Run the same `corral down` again then.",
     )
+
+
+def orphan_jobs(owned: Collection[str]) -> Iterator[Finding]:
+    """Jobs with launch ids that neither `owned` nor the folder of their script has, which may be in another home."""
+    try:
+        known = commands.jobs(commands.PATIENCE_S)
+        carried = {id: launch for id, launch in commands.launches_in_queue().items() if launch not in owned}
+        for id, launch in carried.items():
+            if job_verdict(known[id]).ended:
+                continue
+            folder = DeploymentFolder(commands.script_of(id).parent)
+            if not is_of_launch(folder, launch):
+                text = (
+                    f"job {id} ({known[id].state.lower()}) is of launch {launch}, which {folder.path} does not have"
+                )
+                yield warning("orphan", text, f"If you do not need it: scancel {id}")
+    except (CorralError, OSError) as error:
+        yield warning("orphans", f"SLURM's jobs are not known: {error}", getattr(error, "remedy", ""))
 
 
 def submit(folder: DeploymentFolder, *options: str, after: str = "0") -> str:

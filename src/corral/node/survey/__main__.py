@@ -10,7 +10,7 @@ from typing import Any, Callable, Dict
 from ..network import interfaces, rdma
 from .machine import cores, cpu, hf_token, identity, limits, memory, readiness, tools
 from .storage import disks, fingerprints, nonces, paths, read_speed, shm, written
-from .usage import gpus, ports
+from .usage import containers, gpus, launches, ports
 
 Json = Dict[str, Any]
 LIMIT_S = 20.0
@@ -28,6 +28,8 @@ PARTS: Dict[str, Callable[[Json], Json]] = {
     "rdma": rdma,
     "ports": ports,
     "gpus": gpus,
+    "launches": launches,
+    "containers": containers,
     "disks": disks,
     "shm": shm,
     "paths": paths,

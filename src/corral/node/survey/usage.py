@@ -8,8 +8,9 @@ import re
 import shutil
 from typing import Any, Dict, List
 
-from ..files import number
+from ..files import number, read_json
 from ..files import read_text as read
+from ..processes import launches as running_launches
 from ..sockets import free_ports, holders, listening, reserved_ports
 from .machine import run
 
@@ -62,6 +63,38 @@ def ports(request: Json) -> Json:
     for port in sorted(reserved_ports() & set(wanted) - set(taken)):  # its engine still loads, and will listen
         rows.append({"port": port, "pid": 0, "user": "", "command": RESERVED})
     return {"taken_ports": rows, "free_ports": free_ports(request.get("free_ports", 0), wanted)}
+
+
+def launches(request: Json) -> Json:
+    """Processes and agents that carry a launch id; nothing unless that was requested."""
+    if not request.get("launches"):
+        return {}
+    found = running_launches()
+    folders: Dict[str, str] = {}
+    for name in filter(str.isdigit, os.listdir("/proc")):  # an agent carries no mark of its own
+        argv = read("/proc/%s/cmdline" % name).split("\0")
+        script = next((at for at, word in enumerate(argv) if word.endswith("/node/agent.py")), len(argv))
+        if argv[script + 1 : script + 2] == ["run"]:
+            id = str(read_json(argv[script + 2]).get("launch_id"))
+            found.setdefault(id, set()).add(int(name))
+            folders[id] = os.path.dirname(os.path.dirname(argv[script + 2]))
+    rows = []
+    for id, pids in found.items():
+        row = {"id": id, "pids": sorted(pids), "command": command_of(min(pids)), "folder": folders.get(id, "")}
+        rows.append(row)
+    return {"launches": rows}
+
+
+def containers(request: Json) -> Json:
+    """Containers that carry a launch id; nothing unless that was requested. A client that fails is an error."""
+    rows = []
+    for client in ("docker", "podman") if request.get("launches") else ():
+        if shutil.which(client):
+            ids = run([client, "ps", "-aq", "--no-trunc", "--filter", "label=corral.launch"], SMI_S).split()
+            form = '{{.Id}} {{index .Config.Labels "corral.launch"}}'
+            told = run([client, "inspect", "--format", form, *ids], SMI_S) if ids else ""
+            rows += [{"client": client, "id": row[0], "launch": row[1]} for row in map(str.split, told.splitlines())]
+    return {"containers": rows}
 
 
 def cells(text: str, count: int) -> List[List[str]]:

@@ -45,6 +45,7 @@ class Asked:
     samples: bool = False  # of what their files hold, too: these are read
     ports: tuple[int, ...] = ()  # which of these are taken, and by whom
     free_ports: int = 0  # how many free ones to find
+    launches: bool = False  # which processes and containers carry a launch id
     read: tuple[str, ...] = ()  # paths; the storage of the first that is there is read for 3 s at most
     limit_s: float = 20.0  # for any one part of the survey
 
@@ -103,6 +104,23 @@ class TakenPort:
     pid: int  # 0: somebody else's process, whose number only its owner may see
     user: str
     command: str
+
+
+@dataclass(frozen=True)
+class RunningLaunch:
+    """Processes that carry one launch id; `folder` is that of their agent, where one runs."""
+
+    id: str
+    pids: tuple[int, ...]
+    command: str  # of the first of them
+    folder: str = ""
+
+
+@dataclass(frozen=True)
+class RunningContainer:
+    client: str
+    id: str
+    launch: str
 
 
 @dataclass(frozen=True)
@@ -198,6 +216,8 @@ class NodeFacts:
     gpus: tuple[GpuFacts, ...] = ()
     gpu_processes: tuple[GpuProcess, ...] = ()
     cuda_driver: str = ""
+    launches: tuple[RunningLaunch, ...] = ()
+    containers: tuple[RunningContainer, ...] = ()
     disks: dict[str, Disk] = field(default_factory=dict)
     shm: Disk | None = None
     written: dict[str, str] = field(default_factory=dict)  # why not, by folder; empty where it can be
@@ -295,7 +315,8 @@ def _with_plain_names(facts: NodeFacts) -> NodeFacts:
 def _refuse_impossible(facts: NodeFacts) -> None:
     """Values that would reach a path, an address or a division elsewhere."""
     ports = (*facts.free_ports, *(taken.port for taken in facts.taken_ports))
-    numbers = [facts.cores, facts.memory_bytes, facts.memory_available_bytes]
+    numbers = [pid for launch in facts.launches for pid in launch.pids]
+    numbers += [facts.cores, facts.memory_bytes, facts.memory_available_bytes]
     numbers += [facts.readiness.nvidia_devices, facts.readiness.nvswitches]
     numbers += [number for gpu in facts.gpus for number in (gpu.index, gpu.memory_bytes, gpu.used_bytes)]
     numbers += [number for disk in facts.disks.values() for number in (disk.total_bytes, disk.free_bytes)]
