@@ -26,7 +26,7 @@ def deployment_row(status: Status) -> list[str]:
         state = f"{state}: {status.reason.value.replace('_', ' ')}"
     elif status.last_state:
         state = f"{state}, {_last_read(status)}"
-    waits = status.text if status.state in (State.QUEUED, State.UNKNOWN) else ""  # and has no endpoint yet
+    waits = status.text if status.state is State.QUEUED else ""  # and has no endpoint yet
     url = status.endpoint.base_url if status.endpoint else waits or "-"
     return [status.name, state, since(status.since_s), status.model, url, status.engine or "-"]
 
