@@ -48,8 +48,8 @@ def test_whoever_serves_now_is_found(far: dict[str, Any]) -> None:
     far["mine-2"] = told("mine-2", "ready", SECOND)
     far["mine"] = told("mine", "draining", FIRST, ("mine-2", "ready"))
     assert ask_status("mine", "login", ["corral"]).endpoint == Endpoint(**SECOND)
-    far["mine"] = told("mine", "ready", FIRST, ("mine-2", "ready"))  # both: it is the first that was asked for
-    assert ask_status("mine", "login", ["corral"]).endpoint == Endpoint(**FIRST)
+    far["mine"] = told("mine", "ready", FIRST, ("mine-2", "ready"))  # both: before the first one drains
+    assert ask_status("mine", "login", ["corral"]).endpoint == Endpoint(**SECOND)
     far["mine-2"] = told("mine-2", "loading")
     far["mine"] = told("mine", "stopped", None, ("mine-2", "loading"))
     found = ask_status("mine", "login", ["corral"])

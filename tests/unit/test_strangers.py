@@ -217,6 +217,61 @@ def test_the_near_end_passes_on_both_ways_and_half_closed(far: Path) -> None:
     assert back == data[::-1]
 
 
+def answering_socket(path: Path, name: bytes, go_on: threading.Event) -> socket.socket:
+    """A server that answers each request with its name, in two pieces."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(path))
+    listener.listen()
+
+    def answer(connection: socket.socket) -> None:
+        with connection:
+            while request := connection.recv(1 << 16):
+                connection.sendall(name + b"<")
+                if request == b"slow":
+                    go_on.wait(60)
+                connection.sendall(request + b">")
+
+    def serve() -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=answer, args=(connection,), daemon=True).start()
+
+    threading.Thread(target=serve, daemon=True).start()
+    return listener
+
+
+def test_a_near_end_that_leads_elsewhere_moves_kept_connections_between_requests(tmp_path: Path) -> None:
+    go_on = threading.Event()
+    old, new = tmp_path / "old", tmp_path / "new"
+
+    def asked(connection: socket.socket, request: bytes) -> bytes:
+        connection.sendall(request)
+        return rest(connection)
+
+    def rest(connection: socket.socket) -> bytes:
+        data = b""
+        while not data.endswith(b">"):
+            data += connection.recv(1 << 16)
+        return data
+
+    with answering_socket(old, b"old", go_on), answering_socket(new, b"new", go_on), NearEnd(0, old) as near:
+        kept, running = (socket.create_connection(("127.0.0.1", near.port), timeout=60) for _ in range(2))
+        with kept, running:
+            assert asked(kept, b"1") == b"old<1>"
+            running.sendall(b"slow")
+            assert running.recv(4) == b"old<"
+            near.lead_to(new)
+            assert asked(kept, b"2") == b"new<2>"
+            assert near.uses(old)
+            go_on.set()
+            assert rest(running) == b"slow>"  # it finishes where it began
+            assert asked(running, b"3") == b"new<3>"
+            until(lambda: not near.uses(old))
+
+
 def test_the_near_end_keeps_its_port_while_ssh_is_away(tmp_path: Path) -> None:
     with NearEnd(0, tmp_path / "nobody-listens") as near:
         connection = socket.create_connection(("127.0.0.1", near.port))

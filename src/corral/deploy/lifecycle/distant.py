@@ -2,8 +2,9 @@
 
 The address may change while the tunnel is open: a job is put back into its queue and starts on another node, or its
 successor takes over. So that machine's `corral` is asked again, every few seconds and as soon as the far end refuses
-a connection, while the near end, which clients know, keeps its port. When the server is gone for good, an error says
-so.
+a connection, while the near end, which clients know, keeps its port. New requests go to the newest of a chain that is
+ready, over a connection that is opened before they do; running ones finish on the one that they began on. When the
+server is gone for good, an error says so.
 """
 
 from __future__ import annotations
@@ -22,16 +23,18 @@ from urllib.parse import urlsplit
 from corral.base.errors import ConflictError, CorralError, NotFoundError, UnreachableError
 from corral.base.files import make_private_dir, write_atomic
 from corral.base.home import home_dir
+from corral.base.processes import terminated_as_interrupted
 from corral.base.record import from_json
 from corral.base.ssh import Forward, Ssh
 from corral.client.endpoint import Endpoint
 from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.deployment.state import ENDED, State
-from corral.deploy.lifecycle.tunnel import hold_forward, near_end, near_socket
+from corral.deploy.lifecycle.tunnel import OPEN_S, NearEnd, accepts, hold_forward, near_end, near_socket
 from corral.node.sockets import free_port
 
-ASK_EVERY_S = 10.0
+ASK_EVERY_S = 5.0
 LEAST_PAUSE_S = 2.0  # between two requests, however many connections are refused
+LOOK_S = 0.2
 TRIES = 3  # failed requests in a row before it gives up
 
 
@@ -81,7 +84,7 @@ def ask_status(name: str, through: str, program: Sequence[str], ssh: Ssh | None 
     followers = [one for one in status.get("followed_by") or () if isinstance(one, dict)]
     ready = [one for one in followers if one.get("state") == State.READY]
     coming = [one for one in followers if one.get("state") not in ENDED] if status["state"] in ENDED else []
-    if status["state"] != State.READY and (ready or coming):
+    if ready or coming:
         status = _status(str((ready or coming)[-1].get("name")), through, program, ssh or Ssh())
     endpoint = from_json(Endpoint, status["endpoint"], strict=False) if status.get("endpoint") else None
     return FarStatus(str(status["name"]), State(status["state"]), str(status.get("text") or ""), endpoint)
@@ -129,14 +132,48 @@ def _bring_key(distant: Distant) -> None:
 
 def hold_distant(distant: Distant, say: Callable[[str], None]) -> None:
     """Keep the forward open wherever the server moves; raises when it is gone."""
-    near = near_socket()
-    with near_end(distant.local_port, near), _Watch(distant, say) as watch:
-        while True:
-            now = watch.distant()
-            if now is None:
-                time.sleep(0.2)
-            else:
-                hold_forward(now.forward.command(near), say, lambda now=now: watch.distant() == now, watch.ask_soon)  # type: ignore[misc]
+    over = threading.Event()
+    with (
+        terminated_as_interrupted(),
+        near_end(distant.local_port, near_socket()) as near,
+        _Watch(distant, say) as watch,
+    ):
+        leads: Distant | None = None
+        forwards: list[threading.Thread] = []
+        try:
+            while True:
+                now = watch.distant()
+                if now is not None and now != leads:
+                    forwards.append(_move(near, now, len(forwards) + 1, say, watch, over))
+                    leads = now
+                time.sleep(LOOK_S)
+        finally:
+            over.set()
+            for thread in forwards:
+                thread.join()
+
+
+def _move(
+    near: NearEnd, to: Distant, number: int, say: Callable[[str], None], watch: _Watch, over: threading.Event
+) -> threading.Thread:
+    """Open a forward and lead new requests through it; it ends once another leads and its last request is over."""
+    socket, leads = near_socket(number), threading.Event()
+
+    def wanted() -> bool:
+        return not over.is_set() and (not leads.is_set() or near.uses(socket))
+
+    def hold() -> None:
+        hold_forward(to.forward.command(socket), say, wanted, watch.ask_soon)
+        socket.unlink(missing_ok=True)
+
+    thread = threading.Thread(target=hold, name="corral-forward", daemon=True)
+    thread.start()
+    until = time.monotonic() + OPEN_S
+    while not accepts(socket) and time.monotonic() < until:
+        time.sleep(LOOK_S)
+    near.lead_to(socket)
+    leads.set()
+    return thread
 
 
 class _Watch:

@@ -42,11 +42,15 @@ from corral.node.processes import end_with_parent
 
 
 class NearEnd:
-    """Relays connections to a port to ssh's socket, in both directions, from a thread of its own."""
+    """Relays connections to a port to ssh's socket, in both directions, from a thread of its own.
+
+    After `lead_to`, new requests go through another socket, also those on connections that are kept open: a client
+    that sends something after it was answered begins a new request. Running requests finish where they began.
+    """
 
     def __init__(self, port: int, far: Path) -> None:
         self._listener = socket.create_server(("127.0.0.1", port), backlog=1024)
-        self._far = str(far)
+        self.far = far
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
         self._ends: set[_End] = set()
@@ -63,12 +67,20 @@ class NearEnd:
         self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join()
 
+    def lead_to(self, far: Path) -> None:
+        """Send new requests through another socket."""
+        self.far = far
+
+    def uses(self, far: Path) -> bool:
+        """Whether a connection goes through this socket, or new ones would."""
+        return self.far == far or any(isinstance(end, _Near) and end.far == far for end in tuple(self._ends))
+
     def _run(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
             runner.run(self._serve())
 
     async def _serve(self) -> None:
-        server = await self._loop.create_server(lambda: _Near(self._far, self._ends), sock=self._listener)
+        server = await self._loop.create_server(lambda: _Near(self, self._ends), sock=self._listener)
         await self._stop.wait()
         self._loop.remove_reader(self._listener)  # a server that closes while it accepts loses connections' sockets
         while others := asyncio.all_tasks() - {asyncio.current_task()}:
@@ -125,9 +137,11 @@ class _End(asyncio.Protocol):
 class _Near(_End):
     """The client's side: nothing is read from it before ssh has accepted the connection."""
 
-    def __init__(self, far: str, ends: set[_End]) -> None:
+    def __init__(self, near: NearEnd, ends: set[_End]) -> None:
         super().__init__(ends)
-        self._far = far
+        self._near_end = near
+        self.far = near.far
+        self.answered = False  # since the client last sent something
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -135,11 +149,24 @@ class _Near(_End):
         self.transport.pause_reading()
         self._joining = asyncio.get_running_loop().create_task(self._join(self.transport))
 
-    async def _join(self, transport: asyncio.Transport) -> None:
-        far = _End(self._ends)
+    def data_received(self, data: bytes) -> None:
+        begins, self.answered = self.answered, False
+        if not begins or self.far == self._near_end.far or self.transport is None:
+            super().data_received(data)
+            return
+        old, self.other = self.other, None
+        if old is not None and old.transport is not None:
+            old.other = None
+            old.transport.close()
+        self.far = self._near_end.far
+        self.transport.pause_reading()
+        self._joining = asyncio.get_running_loop().create_task(self._join(self.transport, data))
+
+    async def _join(self, transport: asyncio.Transport, first: bytes = b"") -> None:
+        far = _Far(self._ends)
         far.other = self
         try:
-            await asyncio.get_running_loop().create_unix_connection(lambda: far, self._far)
+            await asyncio.get_running_loop().create_unix_connection(lambda: far, str(self.far))
         except OSError:
             _reset(transport)
             return
@@ -148,7 +175,20 @@ class _Near(_End):
                 far.transport.abort()
             return
         self.other = far
+        if first and far.transport is not None:
+            far.transport.write(first)
         self.transport.resume_reading()
+
+
+class _Far(_End):
+    """ssh's side."""
+
+    def data_received(self, data: bytes) -> None:
+        if isinstance(self.other, _Near) and not data.startswith(
+            b"HTTP/1.1 100"
+        ):  # which asks for the request's body
+            self.other.answered = True
+        super().data_received(data)
 
 
 def _reset(transport: asyncio.Transport) -> None:
@@ -232,9 +272,14 @@ def _open(folder: DeploymentFolder) -> bool:
     held = _held(folder)
     if held is None:
         return False
+    return accepts(Path(held.near))
+
+
+def accepts(near: Path) -> bool:
+    """Whether ssh listens on a socket."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
         probe.settimeout(1)
-        probe.connect(held.near)
+        probe.connect(str(near))
         return True
     return False
 
@@ -255,8 +300,8 @@ def hold_tunnel(folder: DeploymentFolder, say: Callable[[str], None]) -> None:
                 folder.tunnel.unlink()
 
 
-def near_socket() -> Path:
-    return socket_folder() / f"near-{os.getpid()}"
+def near_socket(number: int = 0) -> Path:
+    return socket_folder() / (f"near-{os.getpid()}-{number}" if number else f"near-{os.getpid()}")
 
 
 @contextlib.contextmanager
