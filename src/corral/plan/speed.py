@@ -114,7 +114,8 @@ def roof_of(
     """The roofline of one configuration; the kind of GPU must be known."""
     kind = inventory.kind
     assert kind is not None
-    together = parallel.expert_ranks if model.experts else parallel.tensor
+    engine = model.experts > 0 and parallel.data > 1  # its replicas lie on as many nodes as they fill
+    together = parallel.replica_gpus * parallel.data if engine else parallel.tensor
     machine = _machine(kind, inventory, parallel, precision, e, together)
     return Roof(model, parallel, precision, settings, kind, machine, e)
 
