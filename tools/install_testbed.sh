@@ -7,6 +7,7 @@ set -euo pipefail
 wanted=(unit:shellcheck:shellcheck unit:openssl:openssl
     cluster:sshd:openssh-server cluster:ssh:openssh-client cluster:ip:iproute2 cluster:busybox:busybox-static
     cluster:/usr/bin/python3:python3
+    cluster:systemd-analyze:systemd cluster:crontab:cron
     cluster:slurmctld:slurm-wlm cluster:slurmd:slurm-wlm cluster:munged:munge
     cluster:mariadbd:mariadb-server cluster:slurmdbd:slurmdbd
     cluster:dockerd:docker.io cluster:docker:docker.io cluster:runc:runc

@@ -18,6 +18,7 @@ from pathlib import Path
 COMMANDS = {
     "hosts": ("ssh", "sshd", "ip", "unshare", "nsenter"),
     "slurm": ("slurmctld", "slurmd", "munged", "sbatch"),
+    "boot": ("systemd-analyze", "crontab", "cron"),
     "accounting": ("mariadbd", "slurmdbd"),
     "containers": ("dockerd", "docker", "runc", "busybox", "podman", "catatonit"),
     "apptainer": ("apptainer", "busybox"),

@@ -150,7 +150,7 @@ def test_systemd_that_runs_nothing_of_the_users_is_passed_over(programs: Path) -
 
 def test_a_word_of_a_unit_is_what_it_was() -> None:
     text = unit_text(['/o dd/py"th%on$', "-m"], {"A": "b\\c d"})
-    assert 'ExecStart="/o dd/py\\"th%%on$$" "-m"' in text
+    assert 'ExecStart="/usr/bin/env" "/o dd/py\\"th%%on$$" "-m"' in text
     assert 'Environment="A=b\\\\c d"' in text
 
 

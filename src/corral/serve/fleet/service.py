@@ -205,7 +205,8 @@ def environment() -> dict[str, str]:
 def unit_text(argv: Sequence[str], variables: Mapping[str, str]) -> str:
     """A unit as systemd reads it. It ends alone: keepers, gateways and engines that it started go on."""
     settings = [_quoted(f"{name}={value}") for name, value in variables.items()]
-    start = " ".join(_quoted(word).replace("$", "$$") for word in argv)
+    words = ["/usr/bin/env", *argv]  # systemd runs no program with a quote or a dollar in its path
+    start = " ".join(_quoted(word).replace("$", "$$") for word in words)
     return "\n".join([
         "[Unit]", "Description=Corral: keepers of fleets", "StartLimitIntervalSec=0", "",
         "[Service]", *(f"Environment={setting}" for setting in settings), f"ExecStart={start}",
