@@ -7,7 +7,6 @@ import errno
 import io
 import json
 import socket
-import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -17,7 +16,7 @@ from typing import Any
 import openai
 import pytest
 
-from corral.serve import asgi_server as connection
+from corral.serve.connections import ServerLimits
 from corral.use.batch.service import store as upload
 from corral.use.batch.service.app import BatchService, ServiceOptions
 
@@ -96,29 +95,6 @@ def until(condition: Callable[[], bool]) -> None:
     raise AssertionError("it did not come to that")
 
 
-def test_silent_connections_cost_no_thread_and_are_ended(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "HEAD_S", 2.0)
-    before = threading.active_count()
-    silent = [socket.create_connection(service.address, timeout=60) for _ in range(200)]
-    for number, to in enumerate(silent):
-        if number % 2:
-            to.sendall(b"GET /v1/files HTTP/1.1\r\nx: ")
-    assert ask(service, head(service, b"GET /health", CLOSE, key=False))[0] == 200
-    assert threading.active_count() <= before + 2
-    for to in silent:
-        assert read_all(to) == b""
-        to.close()
-
-
-def test_more_connections_than_are_served_are_ended(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "MOST_CONNECTIONS", 5)
-    held = [socket.create_connection(service.address, timeout=60) for _ in range(5)]
-    with socket.create_connection(service.address, timeout=60) as one_more:
-        assert read_all(one_more) == b""
-    for to in held:
-        to.close()
-
-
 def test_a_stranger_is_answered_before_the_body_is_read(service: Service) -> None:
     big = head(service, b"POST /v1/files", KIND, b"content-length: 1000000000", key=False)
     status, got = ask(service, big, b"x" * 1000)
@@ -145,11 +121,12 @@ def test_an_upload_that_breaks_off_leaves_nothing(service: Service) -> None:
         until(lambda: not service.left())
 
 
-def test_an_upload_that_falls_silent_leaves_nothing(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upload, "SILENCE_S", 0.2)
-    status, _ = ask(service, head(service, b"POST /v1/files", KIND, b"content-length: 5000") + form(b"x")[:50])
-    assert status == 408
-    assert service.left() == []
+def test_an_upload_that_falls_silent_leaves_nothing(tmp_path: Path) -> None:
+    limits = ServerLimits(read_s=0.2)
+    with Service(ServiceOptions(tmp_path / "kept", port=0, jobs=1, limits=limits)) as service:
+        status, _ = ask(service, head(service, b"POST /v1/files", KIND, b"content-length: 5000") + form(b"x")[:50])
+        assert status == 408
+        until(lambda: not service.left())
 
 
 def test_an_upload_that_is_too_long_leaves_nothing(service: Service) -> None:

@@ -74,7 +74,7 @@ class _Reader:
 
     def _check_growth(self, data: bytes) -> None:
         """A head is bounded while it grows, too."""
-        self._fed += len(data)
+        self._fed += len(data) if self._fed else of_last_head(data)
         if self._fed > LARGEST_HEAD_BYTES:
             raise HeadTooLongError("headers that are too long")
 
@@ -245,6 +245,12 @@ def has_token(headers: Headers, wanted: bytes, token: bytes) -> bool:
     return any(
         name == wanted and token in [word.strip().lower() for word in value.split(b",")] for name, value in headers
     )
+
+
+def of_last_head(data: bytes) -> int:
+    """How many bytes the head that has just begun has at most, behind other messages in the same data."""
+    end = data.rfind(b"\r\n\r\n")
+    return max(1, len(data) - end - 4) if end >= 0 else len(data)
 
 
 def is_chunked(headers: Iterable[tuple[bytes, bytes]]) -> bool:

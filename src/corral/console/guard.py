@@ -28,6 +28,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from corral.base.errors import AccessError, UsageError
 from corral.console.context import refusal
+from corral.serve.asgi_server import note_key
 
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 MOST_SESSIONS = 64
@@ -109,8 +110,10 @@ class Guard:
             return
         host = headers["host"]
         if (session := self._redeemed(scope)) is not None:
+            note_key(scope)
             await self._app(scope, receive, _with_headers(send, _cookie(host, session)))
         elif self._tickets.knows(_given_cookie(headers, host)):
+            note_key(scope)
             await self._app(scope, receive, guarded)
         else:
             await _stranger(scope["path"])(scope, receive, guarded)

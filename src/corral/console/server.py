@@ -28,6 +28,7 @@ from corral.console.context import ConsoleContext, answer, refusal
 from corral.console.guard import Guard, Tickets
 from corral.console.play import ASKING, TELLING
 from corral.serve.asgi_server import Hosted
+from corral.serve.connections import LIMITS, ServerLimits
 
 VIEWS = (fleet, live, play, plans, runs)
 TYPES = {
@@ -113,6 +114,7 @@ class ConsoleOptions:
     read_only: bool = False
     playground: bool = False  # whether models may be asked nevertheless
     hosts: tuple[str, ...] = ()  # names it answers to, besides this machine's own
+    limits: ServerLimits = LIMITS
 
 
 class Console:
@@ -130,7 +132,7 @@ class Console:
         self._app = Guard(make_app(context), self.tickets, open_paths, options.hosts)
 
     def __enter__(self) -> Self:
-        self._hosted = Hosted(self.options.bind, self.options.port, "corral-console", ENDING_S)
+        self._hosted = Hosted(self.options.bind, self.options.port, "corral-console", ENDING_S, self.options.limits)
         self._hosted.start(self._app)
         return self
 

@@ -32,6 +32,9 @@ class ServerLimits:
     closing_s: float = 5.0  # for the last bytes in both directions
 
 
+LIMITS = ServerLimits()
+
+
 class ConnectionPhase(enum.Enum):
     """What a connection is in the middle of."""
 
@@ -112,6 +115,9 @@ class ServedConnection(Protocol):
     owner: Hashable  # whose key it has shown; None: none yet
     progress: ConnectionProgress
 
+    def sweep(self, now_s: float) -> None:
+        """End it where it does not advance."""
+
     def end_for_room(self) -> None:
         """Close at once: another connection needs the room."""
 
@@ -126,6 +132,7 @@ class ConnectionTable(Generic[C]):
         self.limits = limits
         self._all: dict[C, None] = {}
         self._owned: Counter[Hashable] = Counter()
+        self._away = TimeAway(SWEEP_S)
 
     def __len__(self) -> int:
         return len(self._all)
@@ -157,6 +164,14 @@ class ConnectionTable(Generic[C]):
             self._owned[owner] += 1
         return self._owned[owner] <= max(1, int(LARGEST_SHARE * self.limits.connections))
 
+    def sweep(self, now_s: float) -> float:
+        """To be called every `SWEEP_S`; seconds for which the server itself did not run before."""
+        away_s = self._away.since_last(now_s)
+        for connection in self.all():
+            connection.progress.excuse(away_s)
+            connection.sweep(now_s)
+        return away_s
+
     def _disown(self, owner: Hashable) -> None:
         self._owned[owner] -= 1
         if self._owned[owner] <= 0:
@@ -172,6 +187,7 @@ class ConnectionTable(Generic[C]):
             owners = Counter(one.owner for one in idle)
             ending = [one for one in idle if one.owner == owners.most_common(1)[0][0]]
         for one in ending[: max(1, self.limits.connections // MADE_ROOM)]:
+            self.discard(one)
             one.end_for_room()
         return bool(ending)
 

@@ -22,7 +22,7 @@ from corral.client.errors import error_body
 from corral.client.http1 import Headers, http_url, response
 from corral.client.pool import open_files
 from corral.deploy.deployment.state import ENDED, State
-from corral.serve.connections import SWEEP_S, ConnectionTable, HeldBytes, TimeAway
+from corral.serve.connections import SWEEP_S, ConnectionTable, HeldBytes
 from corral.serve.gateway import pages
 from corral.serve.gateway.client_connection import ClientConnection
 from corral.serve.gateway.form import BadFormError, form_model, is_form
@@ -73,7 +73,6 @@ class Gateway:
         self.has_looked = asyncio.Event()  # at its fleets and keys, with or without success
         self.connections: ConnectionTable[ClientConnection] = ConnectionTable(self.limits)
         self.held = HeldBytes(self.limits.held_bytes, self.limits.held_bytes_of_key)
-        self._away = TimeAway(SWEEP_S)
         self.ending = False
         self.url = ""
         self._server: asyncio.Server | None = None
@@ -102,10 +101,7 @@ class Gateway:
 
     def _sweep(self) -> None:
         now = time.monotonic()
-        away_s = self._away.since_last(now)
-        for connection in self.connections.all():
-            connection.progress.excuse(away_s)
-            connection.sweep(now)
+        away_s = self.connections.sweep(now)
         for member in self.members:
             if member.state in ENDED:
                 for request in list(member.active):

@@ -34,10 +34,11 @@ from corral.base.errors import CorralError, NotFoundError
 from corral.base.home import home_dir
 from corral.client.client import CHAT, COMPLETIONS
 from corral.client.endpoint import Endpoint
-from corral.serve.asgi_server import Hosted, Refusal
+from corral.serve.asgi_server import Hosted, Refusal, note_key
+from corral.serve.connections import LIMITS, ServerLimits
 from corral.use.batch.core.folder import BatchLock
 from corral.use.batch.core.runner import RunnerSettings
-from corral.use.batch.service.store import ENDED, Store, pieces_in_time, receive
+from corral.use.batch.service.store import ENDED, Store, receive
 from corral.use.batch.service.workers import Workers
 from corral.use.batch.spec import BatchServers
 
@@ -95,7 +96,10 @@ class _KeyCheck:
         if scope["type"] != "http":
             return
         sent = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        if scope["path"] == "/health" or hmac.compare_digest(sent, self._expected):
+        has_key = hmac.compare_digest(sent, self._expected)
+        if has_key:
+            note_key(scope)
+        if has_key or scope["path"] == "/health":
             await self._app(scope, receive, send)
         else:
             refusal = Refusal(401, "The key is missing or wrong.")
@@ -207,9 +211,9 @@ class _Api:
 
 
 async def _json(request: Request) -> dict[str, Any]:
-    """The body as an object, within bounds of size, time and depth."""
+    """The body as an object, within bounds of size and depth."""
     data = bytearray()
-    async for piece in pieces_in_time(request.stream()):
+    async for piece in request.stream():
         data += piece
         if len(data) > LARGEST_JSON_BYTES:
             raise Refusal(413, f"The request is longer than {LARGEST_JSON_BYTES:,} bytes.")
@@ -254,6 +258,7 @@ class ServiceOptions:
     any_model: bool = False
     as_json: bool = False
     largest_upload_bytes: int = 64 << 30
+    limits: ServerLimits = LIMITS
     settings: RunnerSettings = field(default_factory=lambda: RunnerSettings(wait=True))
 
 
@@ -270,7 +275,8 @@ class BatchService:
         key = Endpoint("http://127.0.0.1", "", self.key_file).key() or ""
         self._lock.__enter__()
         try:
-            self._hosted = Hosted(self.options.bind, self.options.port, "corral-batch-api", ENDING_S)
+            bind, port = self.options.bind, self.options.port
+            self._hosted = Hosted(bind, port, "corral-batch-api", ENDING_S, self.options.limits)
             self.store.drop_broken_uploads()
         except BaseException:
             self._lock.__exit__(None, None, None)

@@ -12,7 +12,6 @@ form that cannot be read, too many bytes, a client that leaves or falls silent, 
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import errno
 import re
@@ -200,7 +199,6 @@ class Store:
         return sorted(documents, key=lambda about: (about["created_at"], about["id"]), reverse=True)
 
 
-SILENCE_S = 60.0  # between two pieces of a body
 BUFFER_BYTES = 1 << 20
 LONGEST_FIELD_BYTES = 1 << 16
 WANTED = "Send multipart/form-data with the fields `purpose` and `file`."
@@ -267,19 +265,6 @@ class _Form:
         self.whole = True
 
 
-async def pieces_in_time(stream: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """A body as it arrives; a client that falls silent is refused."""
-    while True:
-        try:
-            async with asyncio.timeout(SILENCE_S):
-                piece = await anext(stream, None)
-        except TimeoutError:
-            raise Refusal(408, f"Nothing was received for {SILENCE_S:g} s.") from None
-        if piece is None:
-            return
-        yield piece
-
-
 async def receive(content_type: str, stream: AsyncIterator[bytes], path: Path, most: int) -> dict[str, str]:
     """Write the part called `file` to `path`; returns the other fields, and the file's name as `filename`."""
     kind, options = parse_options_header(content_type)
@@ -289,7 +274,7 @@ async def receive(content_type: str, stream: AsyncIterator[bytes], path: Path, m
     try:
         with path.open("xb", buffering=0) as file:
             parser = MultipartParser(options[b"boundary"], form.callbacks())  # type: ignore[arg-type]
-            await _write(form, parser, pieces_in_time(stream), file, most)
+            await _write(form, parser, stream, file, most)
         if not form.whole:
             raise Refusal(400, "The upload ends too early.")
         if "filename" not in form.fields:
