@@ -189,6 +189,8 @@ def test_what_cannot_be_queued_is_refused_and_leaves_nothing(login: Login) -> No
     for words, code, says in (
         (["--partition", "nope"], 3, "known: gpu, debug"),
         (["--slurm", "partiton=gpu"], 2, "unrecognized option '--partiton=gpu'"),
+        (["--slurm", "reservation=nope"], 2, "requested reservation is invalid"),
+        (["--slurm", "hold=5"], 2, "option '--hold' doesn't allow an argument"),
         (
             ["--partition", "debug", "--slurm", "gpus_per_node=0", "--time", "10:00"],
             5,

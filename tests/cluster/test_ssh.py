@@ -170,3 +170,44 @@ def models_at(url: str, key_file: Path) -> list[str]:
             return [one["id"] for one in json.load(answer)["data"]]
     except (OSError, http.client.HTTPException):
         return []
+
+
+def test_down_right_after_up_was_killed_leaves_nothing_that_comes_later(bench: Bench) -> None:
+    """The ssh clients of a killed `up` go on: what they start while `down` looks, or after it, must end as well."""
+    with bench.start("up", str(bench.model), "--name", "killed", "--hosts", ",".join(NODES)) as up:
+        until((bench.folder("killed") / "started").exists)
+        os.kill(up.pid, signal.SIGKILL)
+    done = bench.run("down", "killed")
+    assert done.returncode == 0, done.stderr
+    until(lambda: not clients_of(up.pid), "the end of what `up` had begun")
+    bench.nothing_left()
+    assert bench.status("killed")["state"] == "stopped"
+
+
+def clients_of(session: int) -> list[int]:
+    """The processes of a session."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            if int(stat.read_text().rpartition(")")[2].split()[3]) == session:
+                found.append(int(stat.parent.name))
+    return found
+
+
+def test_doctor_lists_what_nobody_owns_on_the_nodes(bench: Bench, ready: str) -> None:
+    lost = bench.hosts.popen("node2", ["sleep", "600"], env={"CORRAL_LAUNCH": "f" * 16})
+    try:
+        until(lambda: any(line == "sleep 600" for _, line in bench.hosts.processes("node2")))
+        report = json.loads(bench.run("doctor", "--orphans", "--json").stdout)
+        on_nodes = [(one["host"], one["what"], one["text"]) for one in report["findings"] if one["host"] in NODES]
+        ((host, what, text),) = [one for one in on_nodes if one[1] == "orphan"]
+        assert (host, what) == ("node2", "orphan")
+        assert "(sleep 600) are of launch ffffffffffffffff" in text
+        assert {node["host"] for node in report["nodes"]} >= set(NODES)
+        assert all(node["launches"] for node in report["nodes"] if node["host"] in NODES)  # those of the deployment
+    finally:
+        for pid, line in bench.hosts.processes("node2"):
+            if line == "sleep 600":
+                os.kill(pid, signal.SIGKILL)
+        lost.kill()
+        lost.wait()
