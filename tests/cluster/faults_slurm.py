@@ -103,7 +103,7 @@ def files_of(hosts: Hosts, node: str) -> set[str]:
 def bed(folder: Path) -> Iterator[SlurmBed]:
     names, home, distant = ("login", "n1", "n2", "n3"), folder / "corral", folder / "net"
     with (
-        small_disk(home, HOME_BYTES),
+        small_disk(home, HOME_BYTES, 0o700),
         served_folder(distant, folder / "behind") as server,
         Hosts(folder / "hosts", names, shared=[folder, home, distant]) as hosts,
         Slurm(hosts, settings=PREEMPTION) as slurm,

@@ -41,7 +41,7 @@ def login(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Login]:
     folder.parent.chmod(0o755)
     home = folder / "corral"
     with (
-        small_disk(home, HOME_BYTES),
+        small_disk(home, HOME_BYTES, 0o700),
         Hosts(folder / "hosts", ("login", "n1"), shared=[folder, home]) as hosts,
         Slurm(hosts) as slurm,
     ):

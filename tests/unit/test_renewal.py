@@ -321,6 +321,31 @@ def test_what_a_dead_keeper_began_is_made_again_under_the_same_name(first: Deplo
     assert half.job.exists()
 
 
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_job_that_a_dead_keeper_submitted_is_not_submitted_again(
+    first: DeploymentFolder, monkeypatch: pytest.MonkeyPatch, answers: bool
+) -> None:
+    write_chain(first.name, "it's kept~2", max_jobs=2)
+    half = members(first)[1]
+    half.create()
+    write_atomic(half.record, dump_json(record_of(half)))
+
+    def job_of(_: FakeQueue, folder: DeploymentFolder) -> str:
+        if not answers:
+            raise UnreachableError("SLURM's controller does not answer.", "")
+        folder.job.write_text("{}")  # adopted
+        return "7"
+
+    monkeypatch.setattr(FakeQueue, "job_of", job_of)
+    monkeypatch.setattr(bringup, "bring_up", lambda *_, **__: pytest.fail("submitted again"))
+    said: list[str] = []
+    running = iter([True, True, False])
+    keep(chain_at(first), said.append, lambda: next(running, False))
+    assert half.job.exists() == answers
+    assert half.record.exists()
+    assert jobs_of(first) == ["it's kept", "it's kept~2"]
+
+
 def test_a_chain_ends_at_its_last_job(first: DeploymentFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(6):
         keep(chain_at(first), quiet, once=True)
