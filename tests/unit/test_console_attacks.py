@@ -13,7 +13,9 @@ from urllib.parse import quote
 import pytest
 
 from corral.console.server import Console, ConsoleOptions
-from tests.unit.test_console_guard import ask, enter
+from corral.serve.gateway.request import Request
+from tests.console_home import make
+from tests.unit.test_console_guard import SECRETS, ask, enter
 
 SECRET = "5ec7e7c0ffee5ec7e7c0ffee"
 
@@ -89,3 +91,32 @@ def test_the_form_starts_nothing_with_a_file_of_hosts(asked: Path, tmp_path: Pat
                     content_type="application/json")  # fmt: skip
         assert found.status == 400
         assert "is not the name of a host" in str(found.error["message"])
+
+
+def test_the_cookie_alone_starts_and_stops_nothing(clean_home: Path) -> None:
+    """Browsers send a cookie of 127.0.0.1 to all its ports: also to a tunnel, and so to the node behind it."""
+    make("one", words=("up", "smollm2")).agent().course(("starting", 1), ("ready", 20))
+    with Console(ConsoleOptions(port=0)) as console:
+        cookie, other = enter(console), enter(console)
+        body = json.dumps({"name": "one"})
+        for secret in ("", "guess", SECRETS[other], cookie.partition("=")[2]):
+            for path in ("/api/fleet/start", "/api/fleet/stop", "/api/fleet/restart", "/api/play/prompt"):
+                found = ask(console, path, "POST", body, cookie=cookie, origin=console.url, x_corral_secret=secret,
+                            content_type="application/json")  # fmt: skip
+                assert found.status == 403, path
+                assert "link" in str(found.error["remedy"])
+        assert json.loads(ask(console, "/api/commands", cookie=cookie).body) == {"commands": []}
+        assert (
+            ask(
+                console, "/api/x", "POST", "{}", cookie=cookie, origin=console.url, content_type="application/json"
+            ).status
+            == 404
+        )  # with the secret the guard lets it through
+
+
+def test_a_node_gets_no_cookie_of_a_browser() -> None:
+    headers = [(b"cookie", b"corral_console_8765=x"), (b"accept", b"*/*")]
+    request = Request(b"GET", b"/v1/models", headers, False, b"", True)
+    sent = b"".join(request.message(b"node:1"))
+    assert b"accept" in sent
+    assert b"cookie" not in sent.lower()

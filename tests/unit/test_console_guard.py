@@ -15,6 +15,7 @@ import pytest
 import corral.console
 from corral.console.server import Console, ConsoleOptions, static_files
 
+SECRETS: dict[str, str] = {}  # cookie -> the token of the link that it came from
 STATIC = Path(corral.console.__file__).parent / "static"
 
 
@@ -36,6 +37,8 @@ def ask(console: Console, path: str, method: str = "GET", body: str | None = Non
     connection = http.client.HTTPConnection("127.0.0.1", address.port, timeout=60)
     try:
         sent = {name.replace("_", "-"): value for name, value in headers.items()}
+        if secret := SECRETS.get(sent.get("cookie", "")):
+            sent.setdefault("x-corral-secret", secret)
         connection.putrequest(method, path, skip_host="host" in sent)
         if body is not None:
             sent.setdefault("content-length", str(len(body)))
@@ -49,10 +52,13 @@ def ask(console: Console, path: str, method: str = "GET", body: str | None = Non
 
 
 def enter(console: Console) -> str:
-    """The cookie that the link gives."""
-    found = ask(console, "/" + console.link().partition("/?")[2].join(["?", ""]))
+    """The cookie that the link gives; the page keeps the token of its link, and so does `ask`."""
+    link = console.link()
+    found = ask(console, "/?" + link.partition("/?")[2])
     assert found.status == 200
-    return found.headers["set-cookie"].partition(";")[0]
+    cookie = found.headers["set-cookie"].partition(";")[0]
+    SECRETS[cookie] = link.partition("once=")[2]
+    return cookie
 
 
 @pytest.fixture(params=[False], ids=["console"])

@@ -4,6 +4,8 @@ It can start and stop things, so being able to reach its port is not enough, and
 browser:
 
 - The link carries a token that is good once; whoever brings it first gets a cookie (HttpOnly, SameSite=Strict).
+- Browsers send that cookie to every port of the machine, also to a tunnel and the node behind it. What is posted
+  therefore needs the link's token too: its page keeps it in the tab's sessionStorage and sends it in a header.
 - `Host` must be a name of this machine itself, or one that was allowed: a page whose name is rebound to 127.0.0.1
   arrives with its own. The port is free, because `ssh -L` changes it.
 - `Origin`, where there is one, must be the page's own; what changes something must have it, and a JSON body.
@@ -33,6 +35,7 @@ from corral.serve.asgi_server import note_key
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 MOST_SESSIONS = 64
 READING = ("GET", "HEAD")
+SECRET = "x-corral-secret"  # noqa: S105 - a header's name
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:;"
     " connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -51,7 +54,7 @@ class Tickets:
 
     def __init__(self, used: Callable[[], None] = lambda: None) -> None:
         self._once: set[bytes] = set()
-        self._sessions: dict[bytes, None] = {}
+        self._sessions: dict[bytes, bytes] = {}  # cookie -> token of its link
         self._lock = threading.Lock()
         self.used = used
 
@@ -69,7 +72,7 @@ class Tickets:
                 return None
             self._once.clear()
             session = secrets.token_urlsafe(32)
-            self._sessions[_digest(session)] = None
+            self._sessions[_digest(session)] = _digest(token)
             while len(self._sessions) > MOST_SESSIONS:
                 del self._sessions[next(iter(self._sessions))]
         self.used()
@@ -77,6 +80,10 @@ class Tickets:
 
     def knows(self, session: str) -> bool:
         return _digest(session) in self._sessions
+
+    def may_change(self, session: str, token: str) -> bool:
+        """Whether the session came from the link with this token."""
+        return hmac.compare_digest(self._sessions.get(_digest(session), b""), _digest(token))
 
 
 def _digest(text: str) -> bytes:
@@ -109,14 +116,17 @@ class Guard:
             await problem(scope, receive, guarded)
             return
         host = headers["host"]
-        if (session := self._redeemed(scope)) is not None:
+        if (fresh := self._redeemed(scope)) is not None:
             note_key(scope)
-            await self._app(scope, receive, _with_headers(send, _cookie(host, session)))
-        elif self._tickets.knows(_given_cookie(headers, host)):
+            await self._app(scope, receive, _with_headers(send, _cookie(host, fresh)))
+        elif not self._tickets.knows(session := _given_cookie(headers, host)):
+            await _stranger(scope["path"])(scope, receive, guarded)
+        elif scope["method"] in READING or self._tickets.may_change(session, headers.get(SECRET, "")):
             note_key(scope)
             await self._app(scope, receive, guarded)
         else:
-            await _stranger(scope["path"])(scope, receive, guarded)
+            error = AccessError("this tab was not opened with the console's link, and only shows.", ANOTHER_LINK)
+            await refusal(error, 403)(scope, receive, guarded)
 
     def _problem(self, method: str, path: str, headers: Headers) -> Response | None:
         """Why a request is refused whoever sends it."""

@@ -1,12 +1,11 @@
 // One question to one server: what comes back, event by event. A POST, so that a prompt stands in no address.
 
-import { Failure } from "/static/net.js";
+import { Failure, posted } from "/static/net.js";
 
 /** The events of an answer; `signal` ends it, and with it the request at the server. */
 export async function* answers(path, body, signal) {
-  const options = { method: "POST", signal, headers: { "content-type": "application/json" }, body: JSON.stringify(body) };
   let answer;
-  try { answer = await fetch(path, options); } catch (error) {
+  try { answer = await fetch(path, posted(body, { signal })); } catch (error) {
     if (signal.aborted) return;
     throw new Failure("The console does not answer.", "If it was ended, start it again: corral console");
   }

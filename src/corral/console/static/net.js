@@ -8,6 +8,15 @@ export class Failure extends Error {
   }
 }
 
+// the link's token: what changes something is sent with it, because other ports get the cookie too
+const once = new URLSearchParams(location.search).get("once");
+if (once) sessionStorage.setItem("corral-secret", once);
+const secret = () => ({ "x-corral-secret": sessionStorage.getItem("corral-secret") ?? "" });
+
+/** The options of a request that changes something, or sends a prompt. */
+export const posted = (body, options = {}) =>
+  ({ ...options, method: "POST", headers: { "content-type": "application/json", ...secret() }, body: JSON.stringify(body) });
+
 async function ask(path, options) {
   let answer;
   try { answer = await fetch(path, options); } catch { throw gone(); }
@@ -21,8 +30,7 @@ const gone = () => new Failure("The console does not answer.", "If it was ended,
 
 export const get = (path, options = {}) => ask(path, options);
 
-export const post = (path, body = {}, options = {}) =>
-  ask(path, { ...options, method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(body) });
+export const post = (path, body = {}, options = {}) => ask(path, posted(body, options));
 
 /**
  * Server-sent events: `on(value)` for each, `state(connected, failure)` when that changes. Returns what ends it.

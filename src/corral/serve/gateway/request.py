@@ -24,8 +24,9 @@ HOP_BY_HOP = frozenset(
     (b"connection", b"keep-alive", b"proxy-connection", b"proxy-authenticate", b"proxy-authorization", b"te",
      b"trailer", b"transfer-encoding", b"upgrade")
 )  # fmt: skip
-# headers that the gateway writes itself: a client's key is not passed on, the member gets its own
-REPLACED = frozenset((b"host", b"content-length", b"expect", b"authorization", b"x-api-key"))
+# headers that the gateway writes itself: a client's key is not passed on, the member gets its own; nor are cookies,
+# which a browser sends to every port of a machine
+REPLACED = frozenset((b"host", b"content-length", b"expect", b"authorization", b"x-api-key", b"cookie"))
 _WITH_BODY = frozenset((b"POST", b"PUT", b"PATCH"))
 HIT, MISS = 0.8, 0.5  # of the tokens that were expected to be cached
 _now = time.monotonic
