@@ -70,6 +70,8 @@ def main() -> None:
             sys.exit(int(options["worker-exit"]))
         time.sleep(1000)
     named = [word.partition("=")[2] for word in words if word.startswith("--served-model-name=")]
+    if "--served-model-name" in words:  # several
+        named = [words[words.index("--served-model-name") + 1]]
     model = named[0] if named else "m"
     if words[0] == "-m":
         port, key_file = int(words[words.index("--port") + 1]), Path(os.environ["CORRAL_KEY_FILE"])

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.bed import FILES
+from tests.fake_hub import FakeHub
 from tests.testbed import missing
 from tests.testbed.containers import Docker
 from tests.testbed.hosts import Hosts
@@ -20,10 +21,15 @@ from tests.until import free_port, until
 pytestmark = pytest.mark.skipif(bool(missing("containers")), reason=missing("containers"))
 NODES = ("node1", "node2")
 ASK = """
-import sys, urllib.error, urllib.request
-headers = {"Authorization": "Bearer " + open(sys.argv[2]).read().strip()} if len(sys.argv) > 2 else {}
+import json, sys, urllib.error, urllib.request
+url, headers, body = sys.argv[1] + "/models", {}, None
+if len(sys.argv) > 2:
+    headers = {"Authorization": "Bearer " + open(sys.argv[2]).read().strip(), "Content-Type": "application/json"}
+    body = json.dumps({"model": "tiny", "prompt": "San Francisco is a", "max_tokens": 7}).encode()
+    url = sys.argv[1] + "/completions"
 try:
-    print(urllib.request.urlopen(urllib.request.Request(sys.argv[1], headers=headers), timeout=5).status)
+    answer = urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=5)
+    print(answer.status, len(json.load(answer)["choices"]))
 except urllib.error.HTTPError as error:
     print(error.code)
 except OSError:
@@ -31,10 +37,12 @@ except OSError:
 """
 
 
-def test_two_nodes_with_docker_serve_what_was_pasted(tmp_path: Path) -> None:
+def test_two_nodes_with_docker_serve_from_nothing_what_was_pasted(tmp_path: Path) -> None:
+    """The model is on the hub only, which the nodes do not reach."""
     tmp_path.chmod(0o755)
-    model, home, port = make_tiny_llama(tmp_path / "tiny"), tmp_path / "corral", free_port()
+    model, home, port = make_tiny_llama(tmp_path / "repository"), tmp_path / "corral", free_port()
     with (
+        FakeHub({"acme/tiny": model}) as hub,
         Hosts(tmp_path / "hosts", NODES, shared=[tmp_path]) as hosts,
         Docker(tmp_path / "d1", hosts, "node1") as one,
         Docker(tmp_path / "d2", hosts, "node2") as two,
@@ -42,7 +50,8 @@ def test_two_nodes_with_docker_serve_what_was_pasted(tmp_path: Path) -> None:
         for docker in (one, two):
             docker.import_image("stand-in:1", FILES)
         env = {**os.environ, "CORRAL_HOME": str(home), "CORRAL_SSH": " ".join(hosts.ssh_command)}
-        words = ["up", str(model), "--hosts", ",".join(NODES), "--port", str(port), "--runtime", "docker"]
+        env |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "0"}
+        words = ["up", "acme/tiny", "--hosts", ",".join(NODES), "--port", str(port), "--runtime", "docker"]
         words += ["--runtime-option", "image=stand-in:1", "--dry-run", "--shell"]
         printed = subprocess.run([sys.executable, "-m", "corral", *words], env=env, capture_output=True, text=True)
         assert printed.returncode == 0, printed.stderr
@@ -54,13 +63,13 @@ def test_two_nodes_with_docker_serve_what_was_pasted(tmp_path: Path) -> None:
         shell.stdin.close()
         try:
             (folder,) = until(lambda: list((home / "nodes").glob("tiny-*")), "the folder on the nodes")
-            url = f"http://127.0.0.1:{port}/v1/models"
+            url = f"http://127.0.0.1:{port}/v1"
 
             def asked(*key: str) -> str:
                 return hosts.exec("node1", ["python3", "-c", ASK, url, *key]).stdout.strip()
 
             until(lambda: asked() == "401", "an answer")
-            assert asked(str(folder / "key")) == "200"
+            assert asked(str(folder / "key")) == "200 1"
             for docker in (one, two):
                 until(lambda docker=docker: docker.run("ps", "-q").stdout.split(), "a container on each node")  # type: ignore[misc]
         finally:

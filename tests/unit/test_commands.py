@@ -138,6 +138,21 @@ def test_hostile_paths(corral: Corral, tmp_path: Path) -> None:
     assert corral("down", "x", **env).code == 0
 
 
+def test_names_that_clients_say_are_apart_from_the_deployments(corral: Corral) -> None:
+    """A path, as Kempner's clients say it, names no folder; further names are the same model's."""
+    path = "/n/models/Llama-3.1-405B"
+    words = ["up", str(corral.model), "--served-name", path, "--served-name", "llama", "--dry-run"]
+    spec = corral(*words).json()
+    assert spec["deployment"] == corral.model.name
+    argv = spec["ranks"][0]["argv"]
+    there = argv.index("--served-model-name")
+    assert argv[there + 1 : there + 3] == [path, "llama"]
+    assert argv[there + 3].startswith("--")
+    assert spec["served_name"] == path
+    refused = corral(*words, "--served-name=-x")
+    assert (refused.code, "cannot be one of several names" in refused.err) == (2, True)
+
+
 def test_a_failed_start_ends_with_cause_remedy_and_log(corral: Corral) -> None:
     up = corral("up", str(corral.model), STUB_OPTIONS="exit=0")
     assert up.code == 8

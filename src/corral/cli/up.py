@@ -19,7 +19,6 @@ from corral.cli.options import (
     Duration,
     Origins,
     chosen_target,
-    context_option,
     env_option,
     fixed_option,
     profile_option,
@@ -80,9 +79,8 @@ FIRST_QUESTION = "What is the capital of France?"
 @click.argument("model", required=False)
 @profile_option()
 @click.option("--name", help="Name of the deployment (default: the model's name).")
-@click.option("--served-name", help="Model name that clients say (default: the model's name).")
-@context_option
-@click.option("--concurrency", type=click.IntRange(min=1), help="Requests at once that the plan must hold.")
+@click.option("--served-name", multiple=True, metavar="NAME",
+              help="Model name that clients say; repeatable (default: the model's name).")  # fmt: skip
 @click.option(
     "--goal", type=click.Choice(["balanced", "latency", "throughput"]), help="What comes first (default: balanced)."
 )
@@ -282,6 +280,8 @@ def _flags(given: Mapping[str, Any], on: str | None) -> dict[str, Any]:
         **{name: value for name, value in given.items() if not name.startswith(PREFIX)},
         "target": target,
         "target_options": options,
+        "served_name": (*given.get("served_name", ()), None)[0],
+        "also_served_as": tuple(given.get("served_name", ())[1:]) or None,
         "expose": given.get("expose") or None,
         "runtime_options": parse_options(given["runtime_options"]) or None,
         "fixed": parse_assignments(given["fixed"]),

@@ -111,6 +111,7 @@ class Order:
     host: str
     ports: Ports
     base_url: str
+    also_served_as: tuple[str, ...] = ()
     files: tuple[PlacedFile, ...] = ()  # that the target needs on the nodes
     tool_args: tuple[str, ...] = ()  # that switch tool calls on
     allowed_origins: tuple[str, ...] = ()
@@ -207,13 +208,19 @@ def _gang_spec(order: Order) -> GangSpec | None:
     return GangSpec(names, order.nodes[0].address, order.ports.gang, str(order.folder.token))
 
 
+def _served_names(order: Order) -> list[str]:
+    if order.also_served_as:
+        return ["--served-model-name", order.served_name, *order.also_served_as]
+    return [f"--served-model-name={order.served_name}"]  # one word: the name may begin with a dash
+
+
 def _rank(plan: Plan, order: Order, runtime: Runtime, linked: LinkedRank) -> RankSpec:
     files = order.folder.rank(linked.rank)
     serve = Serve(order.host, order.ports.serve, order.served_name, str(order.folder.key)) if linked.serves else None
     engine = [
         *runtime.serve,
         order.model_path,
-        f"--served-model-name={order.served_name}",  # one word: the name may begin with a dash
+        *_served_names(order),
         *plan.engine_args,
         *(_serve_arguments(serve, order, runtime.flags().takes_value) if serve else ()),
         *linked.arguments,

@@ -55,7 +55,8 @@ class DeployRequest:
 
     model: str | None = None
     name: str | None = None
-    served_name: str | None = None
+    served_name: str | None = None  # that clients say; the deployment's own name is another
+    also_served_as: tuple[str, ...] = ()  # further names of the same model
     target: str = "local"
     target_options: Mapping[str, object] = field(default_factory=dict)  # hosts, a partition, …
     runtime: str = "managed"
@@ -132,7 +133,8 @@ def decide(request: DeployRequest, target: Target, preview: Preview | None = Non
     flavour = _flavour(request, inventory)
     source = located(request.model or _fitting_model(inventory, request), request.storage)
     served = model_store.served_name(source, request.served_name)
-    name = checked_name(served if request.name is None else request.name)
+    name = checked_name(source.name if request.name is None else request.name)
+    _refuse_names((served, *request.also_served_as))
     runtime = _checked_runtime(request, target, flavour)
     offline = preview is not None and catalogue.find(source.repo) is not None
     if not offline:
@@ -153,6 +155,13 @@ def _tool_arguments(request: DeployRequest, source: ModelSource, runtime: Runtim
         return ()
     parser = parser_for([source.name, source.repo.rpartition("/")[2]], source.path)
     return tuple(tool_arguments(parser, request.extra_args, runtime.flags()))
+
+
+def _refuse_names(names: tuple[str, ...]) -> None:
+    """Several names follow one flag of vLLM, so none may look like a flag."""
+    wrong = [name for name in names if not name.strip() or name.startswith("-")]
+    if wrong and len(names) > 1:
+        raise UsageError(f"{wrong[0]!r} cannot be one of several names.", "Give names that do not begin with a dash.")
 
 
 def _checked_runtime(request: DeployRequest, target: Target, flavour: str) -> Runtime:

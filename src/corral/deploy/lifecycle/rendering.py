@@ -131,6 +131,7 @@ def render_launch(staged: Staged, note: Callable[[str], None], taken: set[int] |
         model=decision.source.name,
         model_path=staged.model_path,
         served_name=decision.served_name,
+        also_served_as=request.also_served_as,
         target=target.name,
         link=link,
         nodes=nodes,
