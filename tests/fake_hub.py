@@ -16,7 +16,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 class FakeHub:
     """Serves folders as repositories: `repos["owner/name"] = folder`. `gated` ones need one certain token."""
 
-    def __init__(self, repos: dict[str, Path], gated: set[str] | None = None) -> None:
+    def __init__(self, repos: dict[str, Path], gated: set[str] | None = None, host: str = "127.0.0.1") -> None:
         self.repos, self.gated = repos, gated or set()
         self.served: dict[str, int] = {}  # file name -> bytes of it sent
         self.break_after: dict[str, int] = {}  # file name -> bytes after which the connection is cut, once
@@ -36,8 +36,8 @@ class FakeHub:
             def log_message(self, *_: object) -> None:
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self._server = ThreadingHTTPServer((host, 0), Handler)
+        self.url = f"http://{host}:{self._server.server_port}"
 
     def __enter__(self) -> FakeHub:
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
