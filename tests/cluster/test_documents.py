@@ -209,8 +209,9 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Hosts, Pat
         Docker(folder / "d1", hosts, "node1") as one,
         Docker(folder / "d2", hosts, "node2") as two,
     ):
-        for docker in (one, two):
-            docker.import_image(IMAGE, FILES)
+        one.import_image(IMAGE, FILES)
+        one.run("save", "-o", str(folder / "image.tar"), IMAGE)  # the very image: nodes must not differ
+        two.run("load", "-i", str(folder / "image.tar"))
         yield hosts, folder
 
 
