@@ -327,6 +327,8 @@ def test_the_tables_of_the_workshop(shown: Run) -> None:
     assert "llama-3.1-8b 16 8 4 15.62 128,000 8" in out
     assert "llama-3.1-70b 141 71 35 39.06 128,000 8" in out
     assert "llama-3.1-405b 812 406 203 61.52 128,000 8" in out
+    assert "llama-3.1-70b ≥ 2 2.25: 3 as TP1" in out  # GPUs for weights alone, as Kempner's table has them
+    assert "llama-3.1-405b ≥ 11 10.92: 16 as TP8" in out
     assert "2.25: 3 as TP1 × PP3 1.37: 2 as TP2 0.93: 2 as TP2" in out
     assert "llama-3.1-405b: documents that give a 128,000-token request 123.05 GiB" in out
 

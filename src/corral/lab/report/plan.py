@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -243,10 +244,16 @@ def table_lines(rows: Sequence[TableRow], gpu: Gpu) -> Iterator[str]:
         ],
     )
     yield ""
-    yield f"{gpu.kind} for both: on paper ({gpu.box_gb} GB each), and the fewest that run it with that context"
+    yield f"{gpu.kind} ({gpu.box_gb} GB each) for bf16 weights alone; for both on paper, and the fewest that run it"
     yield ""
-    yield from _table(("model", *widths), [(r.model, *(_gpus(c) for c in r.cells)) for r in rows], left=4)
+    counted = [(r.model, _for_weights(r.cells[0], gpu), *(_gpus(c) for c in r.cells)) for r in rows]
+    yield from _table(("model", "weights", *widths), counted, left=5)
     yield from _notes([note for row in rows for note in row.notes])
+
+
+def _for_weights(cell: Cell, gpu: Gpu) -> str:
+    """As documents count: weights divided by what is written on the box."""
+    return f"≥ {math.ceil(cell.nominal_gb / gpu.box_gb)}"
 
 
 def _notes(notes: Sequence[str]) -> Iterator[str]:
