@@ -14,7 +14,7 @@ from tests.tiny_llama import make_tiny_llama
 # wait for time limits of jobs, for nodes that SLURM gives up, for TCP. What is not named here is short.
 LONG_FIRST = (
     "slurm_batch", "slurm", "slurm_handover", "ssh_lost", "slurm_hand", "pull", "ssh", "ssh_storage", "ssh_fleet",
-    "slurm_fleet", "containers", "ssh_refused", "testbed",
+    "slurm_fleet", "documents", "containers", "ssh_refused", "testbed",
 )  # fmt: skip
 
 
