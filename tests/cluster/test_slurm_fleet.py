@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Iterator
 
 import pytest
 
 from corral.client.client import run
 from tests.cluster.fleet_day import PER_MEMBER, Load, decisions, open_cluster, start_fleet, steps, wanted
-from tests.cluster.test_slurm_handover import Cluster
+from tests.cluster.test_slurm_handover import SMALL, Cluster
 from tests.testbed import missing
 from tests.until import until
 
@@ -35,3 +37,40 @@ def test_jobs_follow_the_load_and_no_request_fails(cluster: Cluster) -> None:
     assert grown
     assert max(grown) <= MOST
     assert "enough for" in told[-1]["text"]
+
+
+def test_the_keeper_lives_in_the_jobs_and_moves_on(cluster: Cluster) -> None:
+    """The login host's keeper ends when a job's can work; when that job is lost, the other one's goes on."""
+    words = (
+        "--name",
+        "inside",
+        "--replicas",
+        "2",
+        "--keeper",
+        "job",
+        *SMALL,
+        "--slurm",
+        "exclusive=true",
+        "--no-wait",
+    )
+    done = cluster.corral("up", str(cluster.model), *words)
+    assert done.returncode == 0, done.stderr
+    lock = cluster.home / "fleets" / "inside" / "keeper.lock"
+
+    def keeper(*others: str) -> str:
+        with contextlib.suppress(OSError, ValueError):
+            host = str(json.loads(lock.read_text())["host"])
+            return "" if host in others else host
+        return ""
+
+    first = until(lambda: keeper("login"), "a keeper in a job", 240)
+    told = json.loads(cluster.corral("status", "inside", "--json").stdout)
+    assert told["kept"] is True
+    until(lambda: json.loads(cluster.corral("status", "inside", "--json").stdout)["ready"] == 2, "two members", 240)
+    cluster.hosts.power_off(first)
+    try:
+        second = until(lambda: keeper("login", first), "the keeper of the other job", 240)
+        assert second != first
+    finally:
+        cluster.hosts.power_on(first)
+        cluster.corral("down", "inside")

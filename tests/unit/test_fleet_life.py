@@ -179,6 +179,8 @@ def test_a_first_member_that_cannot_start_ends_the_fleet(corral: Corral) -> None
         (["--replicas", "many"], "not a number of replicas"),
         (["--keep"], "--replicas N"),
         (["--replicas", "2", "--keep"], "time limit"),
+        (["--keeper", "job"], "--replicas N"),
+        (["--replicas", "2", "--keeper", "job"], "for SLURM"),
         (["--replicas", "2", "--attach", "x"], "single deployments"),
     ],
 )

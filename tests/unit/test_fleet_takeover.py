@@ -254,6 +254,15 @@ def test_a_fleets_gateway_ends_with_it_from_anywhere(herd: FleetFolder) -> None:
     asyncio.run(run())
 
 
+def test_a_keeper_in_a_job_makes_room_before_its_job_ends(herd: FleetFolder) -> None:
+    change_fleet(herd, lambda one: replace(one, members=(FleetMember("herd-1"), FleetMember("herd-2", leaving=True))))
+    assert not keeper.is_leaving(herd, "herd-1")
+    assert keeper.is_leaving(herd, "herd-2")
+    assert keeper.is_leaving(herd, "herd-3")  # forgotten
+    herd.record.write_text("{")
+    assert not keeper.is_leaving(herd, "herd-2")  # unknown is not leaving
+
+
 def test_over_is_what_is_known_to_be(herd: FleetFolder) -> None:
     assert not is_over(herd)
     record = herd.record.read_text()

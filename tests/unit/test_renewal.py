@@ -30,6 +30,7 @@ from corral.deploy.lifecycle.watching import Lines
 from corral.deploy.slurm.options import SlurmOptions
 from corral.deploy.slurm.script import BatchJob, batch_script
 from corral.deploy.targets.base import Lease, Queue
+from corral.deploy.targets.slurm import _renewer
 from corral.serve.fleet import keeper
 from corral.serve.fleet.chain import (
     ADOPTED,
@@ -542,6 +543,18 @@ def test_the_script_of_a_kept_job() -> None:
     script = batch_script(KEPT_JOB)
     assert 'renew m --while $$ >>"$folder/renewal.log" 2>&1 &\n' in script
     assert script.endswith('renew m --once >>"$folder/renewal.log" 2>&1\nexit "$code"\n')
+
+
+def test_the_script_of_a_job_with_the_keeper_of_its_fleet(shellcheck: Shellcheck) -> None:
+    """It stands by while the job runs, and starts nothing once its engine has ended: another keeper does."""
+    options = SlurmOptions.read({"keeper": "true"})
+    renewer = _renewer("herd-2", options)
+    assert renewer.endswith(" -m corral fleet keep --in-job herd-2")
+    script = batch_script(BatchJob("herd-2", "t", "/shared/m", options, renewer, renews=options.renew))
+    assert 'herd-2 --while $$ >>"$folder/renewal.log" 2>&1 &\n' in script
+    assert "--once" not in script
+    shellcheck(script)
+    assert _renewer("herd-2", SlurmOptions()) == ""
 
 
 def test_the_script_of_a_kept_job_is_clean(shellcheck: Shellcheck) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from corral.base.processes import identify
 from corral.base.record import to_json
 from corral.base.wording import duration
 from corral.cli.help_pages import WholeGroup
@@ -16,7 +17,7 @@ from corral.cli.options import Duration
 from corral.client.trace import read_trace
 from corral.lab.report.screen import event_line, print_json
 from corral.serve.fleet.creation import parse_size
-from corral.serve.fleet.keeper import keep
+from corral.serve.fleet.keeper import is_leaving, is_served, keep
 from corral.serve.fleet.record import FleetFolder, open_fleet
 
 if TYPE_CHECKING:
@@ -34,13 +35,26 @@ def command() -> None:
     "--json", "as_json", is_flag=True, help="Print each step, and at the end why it stopped, as JSON lines."
 )
 @click.option("--stand-by", "stands_by", is_flag=True, help="Wait while another keeper works, and take its place.")
-def keep_command(name: str, as_json: bool, stands_by: bool) -> None:
+@click.option("--in-job", is_flag=True, hidden=True)  # NAME is a member, in whose job this runs
+@click.option("--while", "parent", type=click.IntRange(min=1), hidden=True)
+@click.option("--until-served", is_flag=True, hidden=True)  # until one of those in jobs can take over
+def keep_command(
+    name: str, as_json: bool, stands_by: bool, in_job: bool, parent: int | None, until_served: bool
+) -> None:
     """Run the keeper of the fleet NAME: it starts, replaces and stops members, and starts the gateway.
 
     `corral up --replicas` starts it in the background. Run it by hand after a restart of this machine, or on another
     machine that shares CORRAL_HOME; `corral service install` does that for you.
     """
-    run_keeper(open_fleet(name), "fleet", as_json, stands_by=stands_by)
+    folder = open_fleet(name.rpartition("-")[0] if in_job else name)
+    job = identify(parent) if parent else None
+
+    def wanted() -> bool:
+        if job is not None and job.is_gone():
+            return False
+        return not (in_job and is_leaving(folder, name)) and not (until_served and is_served(folder))
+
+    run_keeper(folder, "fleet", as_json, wanted, stands_by=stands_by or in_job)
 
 
 def run_keeper(

@@ -63,7 +63,7 @@ HEADINGS = {
     "Options for SLURM": ("--renew", "--max-jobs"),
     "Options for ssh and SLURM": (),
     "How it runs": ("--runtime", "--runtime-option", "--flavour", "--link", "--env"),
-    "Several servers": ("--replicas", "--keep", "--route"),
+    "Several servers": ("--replicas", "--keep", "--keeper", "--route"),
     "Behaviour": ("--name", "--wait", "--attach", "--restart", "--stall", "--hung", "--patience"),
     "Output": ("--dry-run", "--shell", "--json", "--help"),
 }
@@ -120,6 +120,11 @@ FIRST_QUESTION = "What is the capital of France?"
 )
 @click.option("--keep", is_flag=True, help="With --replicas, in a queue: replace jobs before their time limit.")
 @click.option(
+    "--keeper",
+    type=click.Choice(["here", "job"]),
+    help="With --replicas: where the fleet's keeper runs; with `job`, in the jobs of its members (default: here).",
+)
+@click.option(
     "--route", type=click.Choice(list(POLICIES)), help="With --replicas: who gets a request (default: prefix)."
 )
 @click.option("--attach", metavar="NAME", help="Take up an interrupted `corral up` again: wait until NAME is ready.")
@@ -144,6 +149,7 @@ def command(
     max_jobs: int | None,
     replicas: str | None,
     keep: bool,
+    keeper: str | None,
     route: str | None,
     tuned: str | None,
     attach: str | None,
@@ -168,7 +174,7 @@ def command(
         request = _renewed(request, renew, replicas)
     if shell and not dry_run:
         raise UsageError("--shell shows the commands of a dry run.", "Add --dry-run.")
-    fleet = _fleet(request, replicas, keep, route)
+    fleet = _fleet(request, replicas, keep, route, keeper)
     if fleet is not None:
         if attach or shell:
             raise UsageError("--attach and --shell are for single deployments.", "Leave them out, or --replicas.")
@@ -201,14 +207,16 @@ def _own_words() -> tuple[str, ...]:
     return given[given.index(context.info_name) :] if context.info_name in given else ()
 
 
-def _fleet(request: DeployRequest, replicas: str | None, keep: bool, route: str | None) -> FleetOrder | None:
+def _fleet(
+    request: DeployRequest, replicas: str | None, keep: bool, route: str | None, keeper: str | None
+) -> FleetOrder | None:
     """What is asked of a fleet, where one is."""
     if replicas is None:
-        if keep or route:
-            raise UsageError("--keep and --route are for fleets.", "Say how many servers: --replicas N.")
+        if keep or route or keeper:
+            raise UsageError("--keep, --keeper and --route are for fleets.", "Say how many servers: --replicas N.")
         return None
     host = request.bind or ("0.0.0.0" if request.expose else "127.0.0.1")  # noqa: S104 - asked for by the user
-    return FleetOrder(parse_size(replicas), route or "prefix", host, request.port, keep)
+    return FleetOrder(parse_size(replicas), route or "prefix", host, request.port, keep, keeper == "job")
 
 
 def _note(text: str) -> None:

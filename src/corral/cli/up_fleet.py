@@ -22,9 +22,14 @@ from corral.serve.fleet.status import FleetStatus, fleet_status, wait_fleet
 
 def checked(request: DeployRequest, order: FleetOrder) -> DeployRequest:
     """The request of each member; refuses what is meant for single deployments."""
-    queue = isinstance(load_target(request.target, request.target_options), Queue)
+    target = load_target(request.target, request.target_options)
+    queue = isinstance(target, Queue)
     if order.keep and not queue:
         raise UsageError("--keep is for SLURM jobs, which have a time limit.", "Leave it out.")
+    if order.keeper_in_jobs:
+        if not isinstance(target, Queue):
+            raise UsageError("--keeper job is for SLURM, whose jobs can run it.", "Leave it out.")
+        request = replace(request, target_options=target.with_keeper(request.target_options))
     return replace(request, port=None, bind=None, expose=request.expose and queue)
 
 
@@ -44,7 +49,7 @@ def bring_up_fleet(
         except BaseException:
             end_fleet(folder, "its first member could not be started")
             raise
-        ensure_keeper(folder)
+        ensure_keeper(folder, until_served=order.keeper_in_jobs)
         if wait:
             try:
                 found = wait_fleet(folder, screen)

@@ -52,6 +52,7 @@ class SlurmOptions:
     shared: bool = True
     max_jobs: int | None = None
     renew: bool = False  # a successor is submitted before the end
+    keeper: bool = False  # of a fleet: one stands by in each of its jobs
     renew_margin_s: float | None = None  # how much earlier than measured load and queue times ask for
     extra: Mapping[str, Any] = field(default_factory=dict)
 

@@ -23,7 +23,8 @@ class BatchJob:
     title: str
     folder: str  # of the deployment, on the shared file system
     options: SlurmOptions
-    renewer: str = ""  # the command that submits a successor, where one is wanted
+    renewer: str = ""  # the command that submits a successor or keeps a fleet, where one is wanted
+    renews: bool = True  # it is called once more when the engine has ended
 
 
 def batch_script(job: BatchJob) -> str:
@@ -55,7 +56,7 @@ def batch_script(job: BatchJob) -> str:
     if job.renewer:  # an engine that died early has a successor as well
         lines += [
             'kill "$renewer"; wait "$renewer"',
-            f'{job.renewer} --once >>"$folder/renewal.log" 2>&1',
+            *([f'{job.renewer} --once >>"$folder/renewal.log" 2>&1'] if job.renews else []),
             'exit "$code"',
         ]
     return "\n".join(lines) + "\n"
@@ -101,7 +102,9 @@ def _renew(job: BatchJob) -> list[str]:
     if not job.renewer:
         return []
     return [
-        "# submits a successor early enough to be loaded before the end",
+        "# submits a successor early enough to be loaded before the end"
+        if job.renews
+        else "# keeps the fleet while no other keeper does",
         f'{job.renewer} --while $$ >>"$folder/renewal.log" 2>&1 &',
         "renewer=$!",
     ]

@@ -298,6 +298,10 @@ class Queue(Protocol):
         """Options for a job that submits its own successors."""
         ...
 
+    def with_keeper(self, options: Mapping[str, object]) -> dict[str, object]:
+        """Options for a job of a fleet in which a keeper of the fleet stands by."""
+        ...
+
     def with_runner(self, options: Mapping[str, object], runner: Sequence[str]) -> dict[str, object]:
         """Options for a job that runs a command beside the model and ends with it."""
         ...

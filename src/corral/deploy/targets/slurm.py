@@ -277,7 +277,7 @@ class SlurmTarget(SlurmJobs, Target):
             mem=options.mem or memory,
             time=time_limit_text(self.time_s()),
         )
-        return BatchJob(deployment, title, folder, settled, _renewer(deployment) if options.renew else "")
+        return BatchJob(deployment, title, folder, settled, _renewer(deployment, options), options.renew)
 
     def start(self, spec: LaunchSpec, folder: DeploymentFolder) -> None:
         write_node_files(spec, folder)
@@ -319,9 +319,11 @@ def _cancelled(launch_id: str) -> bool:
     return True
 
 
-def _renewer(deployment: str) -> str:
-    """The command that submits the successor of a job; the nodes share this machine's file system, and so this
-    Python.
+def _renewer(deployment: str, options: SlurmOptions) -> str:
+    """The command that submits the successor of a job, or that stands by as the keeper of its fleet.
+
+    The nodes share this machine's file system, and so this Python.
     """
     home = f"CORRAL_HOME={shlex.quote(str(home_dir()))}"
-    return f"{home} {shlex.join([*OWN_COMMAND, 'renew', deployment])}"
+    words = ["renew"] if options.renew else ["fleet", "keep", "--in-job"] if options.keeper else []
+    return f"{home} {shlex.join([*OWN_COMMAND, *words, deployment])}" if words else ""

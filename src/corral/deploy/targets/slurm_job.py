@@ -93,6 +93,9 @@ class SlurmJobs:
     def with_renewal(self, options: Mapping[str, object]) -> dict[str, object]:
         return {**options, "renew": True}
 
+    def with_keeper(self, options: Mapping[str, object]) -> dict[str, object]:
+        return {**options, "keeper": True}
+
     def with_runner(self, options: Mapping[str, object], runner: Sequence[str]) -> dict[str, object]:
         return {"requeue": True, **options, "runner": list(runner)}
 

@@ -82,6 +82,7 @@ class FleetOrder:
     host: str = "127.0.0.1"
     port: int | None = None
     keep: bool = False
+    keeper_in_jobs: bool = False
 
 
 def preview(request: DeployRequest, size: FleetSize, note: Callable[[str], None]) -> list[LaunchSpec]:

@@ -44,7 +44,7 @@ from corral.serve.fleet.record import (
     read_loads,
 )
 from corral.serve.fleet.start import load_request, start_member
-from corral.serve.fleet.status import MemberStatus, judgement_of, load_of, member_of, read_statuses
+from corral.serve.fleet.status import MemberStatus, fleet_status, judgement_of, load_of, member_of, read_statuses
 from corral.serve.fleet.steps import Act, FleetStep, MemberFacts, next_steps
 
 INTERVAL_S = 1.0
@@ -431,6 +431,21 @@ class Keeper:
         self.say(str(details.get("text", kind)))
         with contextlib.suppress(OSError):
             append_event(self.folder.events, kind, **details)
+
+
+def is_leaving(folder: FleetFolder, name: str) -> bool:
+    """Whether a member has been told to leave, or has gone; a keeper in its job then makes room for another one."""
+    with contextlib.suppress(CorralError, OSError):
+        member = read_fleet(folder).member(name)
+        return member is None or member.leaving
+    return False
+
+
+def is_served(folder: FleetFolder) -> bool:
+    """Whether a member is ready, and the keeper in its job therefore stands by."""
+    with contextlib.suppress(CorralError, OSError):
+        return fleet_status(folder).ready > 0
+    return False
 
 
 def _is_half_made(fleet: Fleet, name: str) -> bool:

@@ -41,10 +41,11 @@ ELSEWHERE_S = 10.0  # for what runs on other machines to read that its fleet has
 MOST_GATEWAYS = 8  # machines that are remembered
 
 
-def ensure_keeper(folder: FleetFolder) -> None:
-    """Start the fleet's keeper in the background, unless one runs."""
+def ensure_keeper(folder: FleetFolder, until_served: bool = False) -> None:
+    """Start the fleet's keeper in the background, unless one runs; or only until those in its jobs can work."""
     if holder_of(folder.keeper, SILENT_S) is None:
-        _spawn([*OWN_COMMAND, "fleet", "keep", folder.name], folder.keeper_log)
+        limit = ["--until-served"] if until_served else []
+        _spawn([*OWN_COMMAND, "fleet", "keep", *limit, folder.name], folder.keeper_log)
 
 
 def ensure_gateway(folder: FleetFolder, say: Callable[[str], None], stands_by: bool = False) -> None:
