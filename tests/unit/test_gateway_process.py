@@ -9,8 +9,10 @@ import json
 import shutil
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +23,9 @@ from corral.base.files import make_private_dir, write_atomic
 from corral.base.home import deployments_dir, gateway_dir
 from corral.base.processes import Identity, own_identity
 from corral.base.record import dump_json, load_json
-from corral.client.client import Client
+from corral.client.client import Client, run
 from corral.client.endpoint import Endpoint
-from corral.client.errors import KeyRefusedError
+from corral.client.errors import KeyRefusedError, RequestError
 from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.deployment.state import State
 from corral.deploy.lifecycle import deployments
@@ -36,6 +38,7 @@ from corral.serve.fleet.record import (
     GatewayAddress,
     create_fleet,
     held_gateways,
+    read_fleet,
     read_loads,
     write_fleet,
 )
@@ -45,7 +48,7 @@ from corral.serve.gateway.process import gateway_process
 from corral.serve.gateway.watcher import GatewaySnapshot, Watcher, open_source
 from tests.storage_faults import unreadable
 from tests.unit.conftest import Corral
-from tests.until import until
+from tests.until import LIMIT_S, until
 
 
 @contextlib.contextmanager
@@ -366,3 +369,59 @@ def test_a_fleet_behind_a_gateway_process(answering: Corral) -> None:
         assert held_gateways(folder) == {}
         (path,) = folder.gateways.glob("*.json")
         assert load_json(GatewayAddress, path).holder is None
+
+
+class Streams:
+    """Clients that ask again and again, each on connections of its own, and what became of their requests."""
+
+    def __init__(self, url: str, key_file: Path, count: int) -> None:
+        self.whole, self.over = 0, threading.Event()
+        self.failures: list[str] = []
+        self._endpoint = Endpoint(url, "served", str(key_file))
+        self._threads = [threading.Thread(target=lambda: run(self._ask())) for _ in range(count)]
+
+    async def _ask(self) -> None:
+        body = {"prompt": "hello", "max_tokens": 8, "stream": True}
+        async with Client(self._endpoint) as client:
+            while not self.over.is_set():
+                try:
+                    await client.request("/v1/completions", body)
+                    self.whole += 1
+                except RequestError as error:
+                    self.failures.append(f"{type(error).__name__}: {error.message}")
+                await asyncio.sleep(0.01)
+
+    def __enter__(self) -> Streams:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.over.set()
+        for thread in self._threads:
+            thread.join()
+
+
+def test_another_process_takes_the_address_over_and_no_request_fails(answering: Corral) -> None:
+    up = answering("up", str(answering.model), "--name", "f-1", "--served-name", "served", "--json")
+    assert up.code == 0, up.err
+    folder = create_fleet(Fleet("f", "served", 1, 4, 1, time.time(), (FleetMember("f-1"),)))
+    assert answering("gateway", "f", "--take-over").code == 4  # none runs
+    with gateway(answering, "f") as (url, first), Streams(url, folder.key, 4) as streams:
+        until(lambda: streams.whole > 8, "answers")
+        (before,) = held_gateways(folder).values()
+        assert before.holder
+        write_fleet(folder, replace(read_fleet(folder), gateways=(before.holder,)))
+        wrong = answering.apart("gateway", "f", "f-1", "--take-over")
+        assert wrong.code == 4
+        assert "serves f, not f f-1" in wrong.err
+        with gateway(answering, "f", "--take-over") as (again, second):
+            assert again == url
+            whole = streams.whole
+            until(lambda: streams.whole > whole + 8, "answers go on")
+            assert first.wait(LIMIT_S) == 0
+            assert second.poll() is None
+            (after,) = held_gateways(folder).values()
+            assert after.holder in read_fleet(folder).gateways  # the fleet's own one, as the first was
+            streams.over.set()
+    assert streams.failures == []

@@ -14,7 +14,7 @@ from corral.lab.report.screen import print_json, print_table, since
 from corral.serve.gateway.keys import add_key, read_keys, remove_key
 from corral.serve.gateway.pages import summary
 from corral.serve.gateway.policies import POLICIES
-from corral.serve.gateway.process import GatewayProcess, gateway_process, run_gateway
+from corral.serve.gateway.process import GatewayProcess, gateway_process, run_gateway, successor_process
 from corral.serve.gateway.usage import KeyUse, used_by_keys
 from corral.serve.gateway.watcher import Source, open_source
 
@@ -40,18 +40,35 @@ def command() -> None:
     type=click.Choice(list(POLICIES)),
     help="How a server is chosen.  [default: as the fleet says, or prefix]",
 )
+@click.option(
+    "--take-over",
+    is_flag=True,
+    help="Take the place of the gateway that runs: it gives its address to this one, answers its clients, and ends.",
+)
 @click.option("--while-open", is_flag=True, hidden=True)  # of a fleet's own gateway: it ends with the fleet
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON when it ends.")
 def serve(
-    names: tuple[str, ...], port: int | None, bind: str, route: str | None, while_open: bool, as_json: bool
+    names: tuple[str, ...],
+    port: int | None,
+    bind: str,
+    route: str | None,
+    take_over: bool,
+    while_open: bool,
+    as_json: bool,
 ) -> None:
     """Serve the fleets and deployments NAME... behind one address until Ctrl-C."""
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise UsageError(f"{twice!r} was given twice.", "Give each fleet or deployment once.")
     sources = [open_source(name) for name in names]
-    process = gateway_process(sources, bind, port, route or _route_of(sources))
-    serve_until_signal(replace(process, while_open=while_open), as_json)
+    if take_over and port is not None:
+        raise UsageError("--take-over keeps the port, but --port was given.", "Leave one of them out.")
+    if take_over:
+        process = successor_process(sources, route or _route_of(sources))
+    else:
+        process = gateway_process(sources, bind, port, route or _route_of(sources))
+        process = replace(process, while_open=while_open)
+    serve_until_signal(process, as_json)
 
 
 def serve_until_signal(process: GatewayProcess, as_json: bool) -> None:

@@ -47,7 +47,7 @@ def connected(folder: str, name: str) -> Optional[socket.socket]:
     made = socket.socket(socket.AF_UNIX)
     try:
         made.settimeout(5)
-        _at(folder, name, made.connect)
+        at_short_name(folder, name, made.connect)
         made.setblocking(False)
     except OSError:
         made.close()
@@ -55,7 +55,7 @@ def connected(folder: str, name: str) -> Optional[socket.socket]:
     return made
 
 
-def _at(folder: str, name: str, use: Callable[[str], None]) -> None:
+def at_short_name(folder: str, name: str, use: Callable[[str], None]) -> None:
     """Use a socket by a short name: the system takes no address of more than 107 bytes."""
     opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -75,7 +75,7 @@ def _listening(folder: str) -> socket.socket:
         else:
             other.close()
     made, name = socket.socket(socket.AF_UNIX), f"rows-{os.getpid()}.sock"
-    _at(folder, f".{name}", made.bind)
+    at_short_name(folder, f".{name}", made.bind)
     os.chmod(os.path.join(folder, f".{name}"), 0o600)
     made.listen(64)
     os.rename(os.path.join(folder, f".{name}"), os.path.join(folder, name))  # there only once it answers

@@ -7,7 +7,8 @@
       events.jsonl          what was decided about it, each line with its reason
       keeper.lock           the process that keeps it; keeper.log is what that says
       gateway.log           what the gateways say that this process has started
-      gateways/ID.json      where a gateway listens; gateways/ID.load.json is what it has to do
+      gateways/ID.json      where a gateway listens; gateways/ID.load.json is what it has to do, ID.sock what its
+                            successor gets its listening socket from
 
 A member is an ordinary deployment called `FLEET-1`, `FLEET-2`, …; its folder is a deployment's. A fleet and a
 deployment never have the same name. Only who holds the fleet's lock writes `fleet.json`; gateways write their own.

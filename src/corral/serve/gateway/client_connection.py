@@ -38,6 +38,7 @@ class ConnectionHost(RelayHost, Protocol):
     """The gateway, as a client's connection sees it."""
 
     connections: ConnectionTable[ClientConnection]
+    draining: bool  # another process accepts clients in its place
     keys: KeyTable
 
     def handle(self, request: Request, is_local: bool) -> ForwardedRequest | bytes:
@@ -250,7 +251,7 @@ class ClientConnection(asyncio.Protocol):
 
     def _handle(self, request: Request) -> None:
         self._http_10, self._ahead_bytes = request.http_10, 0
-        self.closing = request.http_10 or not request.keep
+        self.closing = request.http_10 or not request.keep or self._gateway.draining
         self.progress.enter(ConnectionPhase.ANSWER, _now())
         answer: ForwardedRequest | bytes = b""
         try:

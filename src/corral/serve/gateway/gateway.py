@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import socket
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -43,6 +44,7 @@ from corral.serve.gateway.usage import KeyGrant, KeyTable, KeyUser, offered_key
 
 ENDED_SILENCE_S = 5.0  # a server that has ended sends nothing more: requests that still wait for it are given up
 MOST_WAITING = 50_000
+QUIET_S = 20.0  # after which a client that sent nothing is not expected to use its connection again
 MODEL_PATH = b"/v1/models/"
 _NO_SCALE = TokenScale()
 _KINDS = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
@@ -73,7 +75,7 @@ class Gateway:
         self.has_looked = asyncio.Event()  # at its fleets and keys, with or without success
         self.connections: ConnectionTable[ClientConnection] = ConnectionTable(self.limits)
         self.held = HeldBytes(self.limits.held_bytes, self.limits.held_bytes_of_key)
-        self.ending = False
+        self.ending = self.draining = False
         self.url = ""
         self._server: asyncio.Server | None = None
         self._sweeper: asyncio.TimerHandle | None = None
@@ -85,10 +87,11 @@ class Gateway:
         await self.bind(host, port)
         await self.accept()
 
-    async def bind(self, host: str, port: int) -> None:
-        """Hold the port; clients are refused until `accept`."""
+    async def bind(self, host: str, port: int, listener: socket.socket | None = None) -> None:
+        """Hold the port, or another process's `listener` on it; clients are accepted from `accept` on."""
+        where: dict[str, Any] = {"sock": listener} if listener else {"host": host, "port": port}
         self._server = await self.loop.create_server(
-            lambda: ClientConnection(self), host, port, backlog=1024, start_serving=False
+            lambda: ClientConnection(self), **where, backlog=1024, start_serving=False
         )
         number = self._server.sockets[0].getsockname()[1]
         self.url = http_url(host, number)
@@ -107,6 +110,26 @@ class Gateway:
                 for request in list(member.active):
                     request.give_up(now - ENDED_SILENCE_S - away_s)
         self._sweeper = self.loop.call_later(SWEEP_S, self._sweep)
+
+    @property
+    def listener(self) -> int:
+        """The descriptor of the socket that it listens on."""
+        assert self._server is not None
+        return self._server.sockets[0].fileno()
+
+    async def drain(self) -> None:
+        """Accept no one any more, because another process does; returns once those that are connected are quiet.
+
+        Every answer from now on says that its connection closes, so that no client sends another request on it.
+        """
+        self.draining = True
+        if self._server:
+            self._server.close()
+        busy_s = self.loop.time()
+        while len(self.connections) and self.loop.time() - busy_s < QUIET_S:
+            if self.figures.running:
+                busy_s = self.loop.time()
+            await asyncio.sleep(0.05)
 
     async def close(self, patience_s: float = 0.0) -> None:
         """Accept no one any more; running requests have some time to end, then their clients are told."""

@@ -28,12 +28,14 @@ from corral.serve.fleet.record import (
     GatewayAddress,
     GatewayLoad,
     MemberLoad,
+    change_fleet,
     held_gateways,
     is_over,
     new_gateway_id,
     read_fleet,
 )
 from corral.serve.gateway.gateway import Gateway, calm_collector
+from corral.serve.gateway.handover import Takeover, handover_listener, offer
 from corral.serve.gateway.health import HealthMonitor
 from corral.serve.gateway.pages import Figures
 from corral.serve.gateway.policies import NEWEST
@@ -59,9 +61,18 @@ class GatewayProcess:
     proxy: DeploymentFolder | None = None  # it is the proxy of this deployment
     limits: GatewayLimits = LIMITS
     while_open: bool = False  # it ends with its fleets
+    predecessor: str = ""  # the running gateway whose listening socket it takes over, by its id
 
     def fleets(self) -> list[FleetFolder]:
         return [one.fleet for one in self.sources if one.fleet is not None]
+
+    def handover(self, id: str) -> Path | None:
+        """Where a gateway of these fleets gives its listening socket to its successor."""
+        folders = self.fleets()
+        return folders[0].gateways / f"{id}.sock" if folders else None
+
+    def names(self) -> list[str]:
+        return [one.name for one in self.sources]
 
     def address_files(self) -> list[Path]:
         """The files that tell where it listens; not in folders that are gone."""
@@ -96,6 +107,21 @@ def gateway_process(sources: Sequence[Source], host: str, port: int | None, rout
     chosen = port or next((one for one in own if one and _is_usable(host, one)), None)
     name = " ".join(one.name for one in sources)
     return replace(wanted, id=new_gateway_id(), port=chosen or free_port(host, name))
+
+
+def successor_process(sources: Sequence[Source], route: str) -> GatewayProcess:
+    """A gateway that takes the place of one that runs on this machine and serves the same."""
+    wanted = GatewayProcess(sources, "", 0, route, id=new_gateway_id())
+    for folder in wanted.fleets():
+        for id, address in held_gateways(folder).items():
+            path = wanted.handover(id)
+            if path is not None and path.exists() and not address.machine:
+                own = address.holder in read_fleet(folder).gateways
+                return replace(wanted, host=address.host, port=address.port, predecessor=id, while_open=own)
+    raise ConflictError(
+        f"no gateway of {' '.join(wanted.names())} runs on this machine whose address could be taken over.",
+        "Start one without --take-over.",
+    )
 
 
 def proxy_process(
@@ -166,8 +192,10 @@ async def _serve(process: GatewayProcess, ready: Callable[[str], None], say: Cal
     loop = asyncio.get_running_loop()
     gateway = Gateway(process.route, process.limits, say, process.title)
     with _ended_by_signal(loop) as ending:
+        before = process.handover(process.predecessor) if process.predecessor else None
+        takeover = await asyncio.to_thread(Takeover, before, process.names()) if before else None
         try:
-            await gateway.bind(process.host, process.port)
+            await gateway.bind(process.host, process.port, takeover.listener if takeover else None)
         except OSError as error:
             raise port_refused(process.port, process.host, error, process.port_remedy) from None
         watcher = Watcher(process.sources, lambda snapshot: _tell(loop, gateway, snapshot), say)
@@ -176,21 +204,55 @@ async def _serve(process: GatewayProcess, ready: Callable[[str], None], say: Cal
             await asyncio.wait_for(gateway.has_looked.wait(), FIRST_LOOK_S)
         await gateway.accept()
         await asyncio.to_thread(_write_address, process, gateway)
+        if takeover is not None:
+            await asyncio.to_thread(_succeed, process)
+            takeover.complete()
         tasks = [asyncio.ensure_future(HealthMonitor(gateway).run())]
         tasks.append(asyncio.ensure_future(_write_files(process, gateway)))
         if process.while_open:
             tasks.append(asyncio.ensure_future(_end_with_fleets(process.fleets(), ending)))
+        handed_over = False
         try:
             ready(gateway.url)
-            await ending.wait()
+            handed_over = await _ended_or_handed_over(process, gateway, ending)
         finally:
             watcher.stop()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await gateway.close(ENDING_S)
-            await asyncio.to_thread(_release_address, process)
+            await asyncio.to_thread(_release_address, process, handed_over)
     return gateway.figures
+
+
+async def _ended_or_handed_over(process: GatewayProcess, gateway: Gateway, ending: asyncio.Event) -> bool:
+    """Wait for the end; whether another process has taken the address over, and all clients have gone to it."""
+    path = process.handover(process.id)
+    if path is None or not path.parent.is_dir():
+        await ending.wait()
+        return False
+    ended = asyncio.ensure_future(ending.wait())
+    with await asyncio.to_thread(handover_listener, path) as asked:
+        offering = asyncio.ensure_future(offer(asked, gateway.listener, process.names()))
+        await asyncio.wait([ended, offering], return_when=asyncio.FIRST_COMPLETED)
+        offering.cancel()
+    path.unlink(missing_ok=True)
+    if ended.done():
+        return False
+    gateway.say("another process has taken the address over; this one ends once its clients have gone")
+    draining = asyncio.ensure_future(gateway.drain())
+    await asyncio.wait([ended, draining], return_when=asyncio.FIRST_COMPLETED)
+    draining.cancel()
+    ended.cancel()
+    return True
+
+
+def _succeed(process: GatewayProcess) -> None:
+    """Where the predecessor was a fleet's own gateway, this one is."""
+    for folder in process.fleets():
+        address = _read_address(folder.gateway(process.predecessor))
+        if address is not None and address.holder in read_fleet(folder).gateways:
+            change_fleet(folder, lambda one: replace(one, gateways=(*one.gateways, own_identity())))
 
 
 async def _end_with_fleets(folders: Sequence[FleetFolder], ending: asyncio.Event) -> None:
@@ -231,13 +293,13 @@ def _write_address(process: GatewayProcess, gateway: Gateway, again: bool = Fals
             write_atomic(path, address)
 
 
-def _release_address(process: GatewayProcess) -> None:
-    """No process holds the port any more; it stays reserved for the next one."""
+def _release_address(process: GatewayProcess, handed_over: bool) -> None:
+    """No process holds the port any more; it stays reserved for the next one, unless another has it already."""
     for path in process.address_files():
         saved = _read_address(path)
         if saved and saved.holder == own_identity():
             with contextlib.suppress(OSError):
-                write_atomic(path, dump_json(replace(saved, holder=None)))
+                path.unlink() if handed_over else write_atomic(path, dump_json(replace(saved, holder=None)))
     for folder in process.fleets():
         with contextlib.suppress(OSError):
             folder.gateway_load(process.id).unlink(missing_ok=True)
