@@ -6,7 +6,7 @@ INSTALL = tools/install_testbed.sh $(1) || test "$$(id -u)" -ne 0
 # where it is set, each of the thousands of processes of the tests compiles all it imports
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help test lint collect unit docs reference fuzz soak faults cluster engine integration e2e bench-start lock clean
+.PHONY: help test lint collect unit docs reference fuzz hostile soak faults cluster engine integration e2e bench-start lock clean
 
 # Two at a time where one alone leaves a core idle: cluster waits more than it computes, what is beside it computes on one
 # core; the last of that, the default model's first start, is what integration would begin with. Lint is not beside e2e,
@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 test: .venv/.test-installed  ## everything a change must pass: all tiers, the waiting ones side by side
 	$(call INSTALL)
 	$(PYTHON) tools/side_by_side.py e2e docs
-	$(PYTHON) tools/side_by_side.py cluster lint,fuzz,collect,engine
+	$(PYTHON) tools/side_by_side.py cluster lint,fuzz,hostile,collect,engine
 	$(MAKE) --no-print-directory unit integration
 
 help:  ## this list
@@ -36,8 +36,13 @@ fuzz: .venv/.test-installed  ## hostile input to every decoder, for FUZZ_SECONDS
 	$(call INSTALL,unit)
 	FUZZ_SECONDS=$(FUZZ_SECONDS) $(PYTEST) tests/fuzz --timeout 0
 
+HOSTILE_SECONDS ?= 60
+HOSTILE_SEED ?= 1
+hostile: .venv/.test-installed  ## hostile clients against a gateway, beside honest streams, for HOSTILE_SECONDS
+	$(PYTHON) -m tests.hostile_clients --seconds $(HOSTILE_SECONDS) --seed $(HOSTILE_SEED)
+
 SOAK_MINUTES ?= 30
-soak: .venv/.test-installed  ## random faults against nodes, tunnel and batch service, for SOAK_MINUTES; as root
+soak: .venv/.test-installed  ## random faults against nodes, tunnel, batch service and gateway, for SOAK_MINUTES; as root
 	$(call INSTALL,cluster)
 	$(PYTHON) tests/soak.py --minutes $(SOAK_MINUTES) $(if $(SOAK_SEED),--seed $(SOAK_SEED))
 

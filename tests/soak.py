@@ -3,9 +3,9 @@
 A deployment over two nodes (own network, own sshd, stand-in engines), its tunnel, and the batch service on a small
 disk, used with the official SDK without a pause, while faults strike at random: kill -9, SIGSTOP, a cut cable, a full
 disk, no free descriptors, and steps of the service's clock (of Python's `time.time`: libfaketime breaks `select`
-in the same process). An operator brings the deployment up again when it has ended. At the end every row of every
-batch has exactly one answer, nothing is left running, and no process that lived on has more threads, descriptors or
-memory than a little above what it began with.
+in the same process). Beside it, hostile clients attack a gateway (`hostile_clients.py`). An operator brings the
+deployment up again when it has ended. At the end every row of every batch has exactly one answer, nothing is left
+running, and no process that lived on has more threads, descriptors or memory than a little above what it began with.
 """
 
 from __future__ import annotations
@@ -371,6 +371,8 @@ def main() -> None:
     if missing():
         sys.exit(f"soak: {missing()}")
     print(f"soak: {given.minutes:g} minutes, seed {given.seed}", flush=True)
+    words = ["--seconds", str(given.minutes * 60), "--seed", str(given.seed)]
+    hostile = subprocess.Popen([sys.executable, "-m", "tests.hostile_clients", *words], cwd=ROOT)
     with tempfile.TemporaryDirectory(prefix="soak-") as place:
         folder = Path(place)
         (folder / "site").mkdir()
@@ -390,6 +392,8 @@ def main() -> None:
             known = log.count("[Errno 24] Too many open files")  # asyncio tells each that it cannot accept
             if log.count("Traceback") > known:
                 soak.figures.problems.append("the service's log holds a traceback: " + log[:3000])
+    if hostile.wait(600):
+        soak.figures.problems.append("hostile clients had an effect on a gateway: see above")
     print(json.dumps(vars(soak.figures), indent=1))
     if soak.figures.problems:
         sys.exit(1)

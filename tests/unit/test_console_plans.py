@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from corral.base.errors import CorralError, UsageError
+from corral.base.errors import CorralError, NotFoundError, UsageError
 from corral.console.context import real_number, whole_number
 from corral.console.plans import FactCache, alternatives, plan_choices, plan_page, read_question
 
@@ -151,3 +151,21 @@ def test_this_machine_without_a_gpu_is_planned_for(monkeypatch: pytest.MonkeyPat
     assert not found["memory"]["per_gpu"]
     assert [part["name"] for part in found["memory"]["parts"] if not part["because"]] == []
     assert [one["name"] for one in found["figures"] if not one["because"]] == []
+
+
+def test_a_reader_cannot_tell_which_folders_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here" / "model").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    for there, not_there in (
+        (str(tmp_path / "here"), str(tmp_path / "gone")),
+        ("here/model/", "gone/model/"),
+        ("./here", "./gone"),
+        ("~", "~nobody"),
+    ):
+        told = set()
+        for name in (there, not_there):
+            with pytest.raises(NotFoundError) as refused:
+                read_question({"model": name}, FactCache(float), read_only=True)
+            told.add(refused.value.message.replace(repr(name), ""))
+        assert len(told) == 1
+    assert read_question({"model": "llama-3.1-8b", "kind": "H100-SXM"}, FactCache(float), read_only=True).facts

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from starlette.concurrency import run_in_threadpool
@@ -11,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from corral.base.errors import UsageError
+from corral.base.errors import NotFoundError, UsageError
 from corral.base.wording import counted
 from corral.console.context import ConsoleContext, answer, real_number, whole_number
 from corral.deploy.profile.drafting import up_command, vllm_command
@@ -22,7 +24,7 @@ from corral.plan.candidate import Candidate, Tuning
 from corral.plan.choose import compare, make_plan
 from corral.plan.contract import GOALS, Goal, Plan
 from corral.plan.hardware.inventory import GPUS, LINKS, Inventory, probe
-from corral.plan.models.catalogue import entries
+from corral.plan.models.catalogue import entries, find
 from corral.plan.models.facts import ModelFacts, read_facts
 from corral.plan.models.hub import hub_is_off
 from corral.plan.models.store import on_disk
@@ -31,6 +33,7 @@ from corral.plan.reasons import explain
 FRESH_S = 60.0  # how long a model's facts and this machine's hardware are taken as read
 _WHOLE = ("nodes", "context", "concurrency", "prompt", "output", "count")
 _REAL = ("price", "storage")
+_REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _TEXTS = ("model", "kind", "link", "goal", "weights", "kv", "profile")
 
 
@@ -69,13 +72,14 @@ def routes(context: ConsoleContext) -> list[BaseRoute]:
     async def choices(_: Request) -> Response:
         return answer(await run_in_threadpool(plan_choices, facts_cache))
 
+    def question(request: Request) -> PlanQuestion:
+        return read_question(dict(request.query_params), facts_cache, context.read_only)
+
     async def plan(request: Request) -> Response:
-        query = dict(request.query_params)
-        return answer(await run_in_threadpool(lambda: plan_page(read_question(query, facts_cache))))
+        return answer(await run_in_threadpool(lambda: plan_page(question(request))))
 
     async def others(request: Request) -> Response:
-        query = dict(request.query_params)
-        return answer(await run_in_threadpool(lambda: {"rows": alternatives(read_question(query, facts_cache))}))
+        return answer(await run_in_threadpool(lambda: {"rows": alternatives(question(request))}))
 
     return [
         Route("/api/plan/choices", choices, methods=["GET"]),
@@ -101,13 +105,15 @@ def plan_choices(facts_cache: FactCache) -> dict[str, Any]:
     }
 
 
-def read_question(query: Mapping[str, str], facts_cache: FactCache) -> PlanQuestion:
+def read_question(query: Mapping[str, str], facts_cache: FactCache, read_only: bool = False) -> PlanQuestion:
     """The question of the page's form; what is empty is left to the planner, or to the profile."""
     values = _checked(query)
     profile: Profile = load_profile(values["profile"])
     model = values["model"] or profile.settings.defaults.model
     if model is None:
         raise UsageError("no model was named.", "Choose one, or write a folder or a repository.")
+    if read_only and values["model"]:
+        _refuse_folder(model)
     fixed = {name: values[name] for name in ("weights", "kv") if values[name]}
     goals = {name: values[name] for name in ("context", "concurrency", "goal") if values[name] is not None}
     asked = plan_request(profile, {**goals, "fixed": fixed, "extra_args": ()})
@@ -126,6 +132,17 @@ def read_question(query: Mapping[str, str], facts_cache: FactCache) -> PlanQuest
     else:
         inventory = hardware_of_plan(profile, gpus, values["nodes"], values["link"])
     return PlanQuestion(model, facts, inventory, goal, asked, profile)
+
+
+def _refuse_folder(model: str) -> None:
+    """Refuse what could be a folder, there or not: to a reader the answer would tell which folders exist."""
+    if find(model) or model in (one.name for one in on_disk()):
+        return
+    if not _REPOSITORY.fullmatch(model) or Path(model).exists():
+        raise NotFoundError(
+            f"no model is called {model[:80]!r}; this console runs with --read-only and plans no folder.",
+            "Choose one of the list, or write a repository.",
+        )
 
 
 def _checked(query: Mapping[str, str]) -> dict[str, Any]:
