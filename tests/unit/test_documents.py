@@ -112,3 +112,20 @@ def test_the_tutorial_needs_no_shell() -> None:
     assert not [text for text in code if re.search(r"subprocess|os\.system|^[!%]", text, re.MULTILINE)]
     assert any("corral.batch(" in text for text in code)
     assert code[-1] == "llm.down()"
+
+
+def test_every_cell_of_who_can_do_what_names_a_test_that_exists() -> None:
+    text = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
+    _, _, rows = text.partition("## Who can do what")[2].partition("|---|---|---|---|---|\n")
+    cells = [line.strip(" |").split(" | ") for line in rows.partition("\n\n")[0].splitlines()]
+    assert len(cells) == 7
+    for who, *others in cells:
+        assert len(others) == 4, who
+        for cell in others:
+            named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", cell)
+            assert named, f"{who}: {cell}"
+            for file, test in named:
+                source = (ROOT / "tests" / "unit" / file).read_text(encoding="utf-8")
+                assert re.search(rf"^(async )?def {test}\(", source, re.MULTILINE), f"{file}::{test}"
+    for path in re.findall(r"`(tests/[\w/]+\.py)`", text):
+        assert (ROOT / path).is_file(), path
