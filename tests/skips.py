@@ -21,6 +21,7 @@ NO_SHELLCHECK = "there is no shellcheck, and only root can install it"
 NO_OPENSSL = "there is no openssl, and only root can install it"
 NO_BROWSER = "there is no chromium, and only root can install it"
 NO_MOUNT = "this machine mounts nothing"
+NO_COMPILER = "there is no C compiler, and only root can install it"
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ KNOWN = (
     Known(("unit", "cluster", "integration"), NOT_ROOT, without_root()),
     Known(("unit",), NO_SHELLCHECK, without_root("shellcheck")),
     Known(("unit",), NO_OPENSSL, without_root("openssl")),
+    Known(("cluster",), NO_COMPILER, without_root("cc")),
     Known(("e2e", "integration"), NO_BROWSER, without_root("chromium")),
     # a container without privileges, root's own or not
     Known(("cluster", "integration"), NO_NAMESPACES, lacks_namespaces),

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # What the tests need from the distribution (Debian and its kin), as root. No daemon is started or left running.
 # tools/install_testbed.sh [unit] [cluster] [browser]        without a word: all of them
-# unit: shellcheck and openssl; cluster: sshd, SLURM with accounting, Docker, Podman, Apptainer; browser: chromium.
+# unit: shellcheck and openssl; cluster: sshd, SLURM with accounting, Docker, Podman, Apptainer, gcc; browser: chromium.
 set -euo pipefail
 # part:command:packages
 wanted=(unit:shellcheck:shellcheck unit:openssl:openssl
     cluster:sshd:openssh-server cluster:ssh:openssh-client cluster:ip:iproute2 cluster:busybox:busybox-static
-    cluster:/usr/bin/python3:python3
+    cluster:/usr/bin/python3:python3 cluster:cc:gcc+libc6-dev
     cluster:systemd-analyze:systemd cluster:crontab:cron
     cluster:slurmctld:slurm-wlm cluster:slurmd:slurm-wlm cluster:munged:munge
     cluster:mariadbd:mariadb-server cluster:slurmdbd:slurmdbd
