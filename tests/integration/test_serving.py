@@ -26,15 +26,29 @@ from tests.integration.endings import failed, nothing_left
 from tests.integration.transformers_scores import planned_dtype, quieten, reference, rows, worst_difference
 from tests.tiny_llama import make_tiny_llama
 
+ORIGIN = "https://chat.example.org"
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
+    }
+]
+
 
 @pytest.fixture(scope="module")
 def quiet_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return quieten(make_tiny_llama(tmp_path_factory.mktemp("quiet") / "tiny", dtype="bfloat16"))
+    folder = quieten(make_tiny_llama(tmp_path_factory.mktemp("quiet") / "tiny", dtype="bfloat16"))
+    config = json.loads((folder / "tokenizer_config.json").read_bytes())
+    config["chat_template"] += "{# calls: <tool_call> #}"  # a template that names the form of its model's calls
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
 
 
 @pytest.fixture(scope="module")
 def server(corral: Corral, quiet_model: Path) -> Iterator[dict[str, Any]]:
-    document = corral.json("up", str(quiet_model), "--name", "serving", *FAST)
+    document = corral.json(
+        "up", str(quiet_model), "--name", "serving", *FAST, "--allowed-origins", ORIGIN, "--store-responses"
+    )
     yield document
     corral.run("down", "serving", check=False)
 
@@ -107,6 +121,43 @@ def test_logprobs(client: openai.OpenAI) -> None:
 
 def test_models_are_listed_by_the_name_people_say(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["tiny"]
+
+
+def test_tools_are_taken_in_every_form(client: openai.OpenAI) -> None:
+    choices: list[Any] = ["auto", "required", {"type": "function", "function": {"name": "add"}}]
+    for choice in choices:
+        asked: list[Any] = [{"role": "user", "content": "Add 1."}]
+        answer = client.chat.completions.create(
+            model="tiny", messages=asked, tools=TOOLS, tool_choice=choice, max_tokens=24, temperature=0
+        )
+        assert answer.choices[0].finish_reason in ("stop", "length", "tool_calls"), choice
+
+
+def test_a_response_is_continued_and_every_answer_has_an_id(client: openai.OpenAI) -> None:
+    first = client.responses.create(model="tiny", input="Hello", max_output_tokens=8)
+    assert first._request_id
+    second = client.responses.create(model="tiny", input="More", previous_response_id=first.id, max_output_tokens=8)
+    assert second.previous_response_id == first.id
+    assert second.usage
+    assert first.usage
+    assert second.usage.input_tokens > first.usage.input_tokens
+
+
+def test_a_path_that_the_model_lacks_is_an_error_with_a_sentence(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match=r"has no path /v1/embeddings; it has: .*/v1/chat"):
+        client.embeddings.create(model="tiny", input="x")
+
+
+def test_pages_of_the_named_origin_may_ask_and_no_others(server: dict[str, Any], key: str) -> None:
+    address = urlsplit(server["endpoint"]["base_url"])
+    for origin, status, allowed in ((ORIGIN, 200, ORIGIN), ("https://evil.example.org", 401, None)):
+        connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=60)
+        asked = {"Origin": origin, "Access-Control-Request-Method": "POST"}
+        connection.request("OPTIONS", "/v1/chat/completions", headers=asked)
+        response = connection.getresponse()
+        assert (response.status, response.headers.get("access-control-allow-origin")) == (status, allowed)
+        connection.close()
+    assert json.loads(call(server, "GET", "/tokenizer_info", key)[1])["tokenizer_class"]
 
 
 def test_the_wrong_key_is_refused(server: dict[str, Any]) -> None:
