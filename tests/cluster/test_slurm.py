@@ -366,6 +366,12 @@ def test_accounts_and_who_cancelled(tmp_path_factory: pytest.TempPathFactory, ti
         assert "Invalid account" in refused.stderr
         assert "--account" in refused.stderr
         login.up("paid", "--account", "proj1")
+        slurm.run("sacctmgr", "-i", "modify", "account", "proj1", "set", "MaxSubmitJobs=1")
+        more = login.corral("up", str(login.model), "--name", "more", *SMALL, "--time", "10:00", "--account", "proj1")
+        assert more.returncode == 2
+        assert "AssocMaxSubmitJobLimit" in more.stderr
+        assert "no more jobs in the queue" in more.stderr
+        assert not login.folder("more").exists()
         slurm.run("scancel", login.job("paid"))
         found = login.wait("paid", lambda now: now["state"] == "stopped")
         assert found["reason"] == "cancelled"
