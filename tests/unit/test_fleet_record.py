@@ -36,6 +36,7 @@ from corral.serve.fleet.record import (
     refuse_fleet_name,
 )
 from corral.serve.fleet.status import fleet_status
+from tests.unit.conftest import Corral
 
 
 @pytest.fixture(autouse=True)
@@ -50,13 +51,16 @@ def fleet(name: str = "small") -> Fleet:
     )
 
 
-def test_a_member_that_could_not_be_started_says_why() -> None:
+def test_a_member_that_could_not_be_started_says_why(corral: Corral) -> None:
     folder = create_fleet(fleet())
     append_event(folder.events, "failed", text="small-1: an older refusal", member="small-1")
     append_event(folder.events, "failed", text="small-1: sbatch refused the job", member="small-1")
     first, second = fleet_status(folder).members
     assert first.text == "not started yet: sbatch refused the job"
     assert second.text == "not started yet"
+    told = corral("ps")
+    assert told.err == "corral: small-1: not started yet: sbatch refused the job\n"
+    assert "small-1" in told.out
 
 
 def test_a_fleet_is_made_read_and_changed() -> None:

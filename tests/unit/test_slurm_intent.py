@@ -203,7 +203,7 @@ def test_a_full_disk_at_a_hand_over_loses_no_job(
 
 def test_ps_says_why_a_job_waits(slurm: FakeSlurm, corral: Corral) -> None:
     submit(begin())
-    assert "job 1 waits in the queue: the scheduler has not looked at it yet" in corral("ps").out
+    assert "corral: d: job 1 waits in the queue: the scheduler has not looked at it yet" in corral("ps").err
 
 
 def test_a_full_disk_is_named_by_the_exit_code_of_the_runner(

@@ -10,7 +10,7 @@ from corral.deploy.deployment.state import ENDED, State
 from corral.deploy.lifecycle.deployments import statuses
 from corral.lab.report.screen import print_json, print_table
 from corral.lab.report.status import deployment_row, fleet_rows
-from corral.serve.fleet.status import fleet_statuses
+from corral.serve.fleet.status import NOT_STARTED, fleet_statuses
 
 
 @click.command()
@@ -36,7 +36,11 @@ def command(show_all: bool, as_json: bool) -> None:
         return
     headings = ["NAME", "STATE", "SINCE", "MODEL", "ENDPOINT", "LOAD" if rows and not shown else "ENGINE"]
     print_table(headings, [*rows, *map(deployment_row, shown)])
-    unknown = [(one.name, one.text) for one in fleets if one.state is State.UNKNOWN]
-    unknown += [(one.name, one.text) for one in shown if one.state is State.UNKNOWN]
-    for name, text in unknown:
+    members_of = [one for fleet in fleets for one in fleet.members]
+    told = [(one.name, one.text) for one in fleets if one.state is State.UNKNOWN]
+    told += [(one.name, one.text) for one in shown if one.state is State.UNKNOWN]
+    told += [(one.name, one.text) for one in members_of if one.status is None and one.text != NOT_STARTED]
+    listed = [*shown, *(one.status for one in members_of if one.status)]
+    told += [(one.name, one.text) for one in listed if one.state is State.QUEUED]  # why it waits
+    for name, text in told:
         click.echo(f"corral: {name}: {text}", err=True)

@@ -14,7 +14,7 @@ from corral.lab.report import tables
 from corral.lab.report.screen import since
 from corral.plan.measured import Differences
 from corral.serve.fleet.record import Judgement
-from corral.serve.fleet.status import FleetStatus, MemberStatus
+from corral.serve.fleet.status import NOT_STARTED, FleetStatus, MemberStatus
 
 
 def deployment_row(status: Status) -> list[str]:
@@ -26,8 +26,7 @@ def deployment_row(status: Status) -> list[str]:
         state = f"{state}: {status.reason.value.replace('_', ' ')}"
     elif status.last_state:
         state = f"{state}, {_last_read(status)}"
-    waits = status.text if status.state is State.QUEUED else ""  # and has no endpoint yet
-    url = status.endpoint.base_url if status.endpoint else waits or "-"
+    url = status.endpoint.base_url if status.endpoint else "-"
     return [status.name, state, since(status.since_s), status.model, url, status.engine or "-"]
 
 
@@ -47,7 +46,7 @@ def fleet_rows(fleet: FleetStatus) -> list[list[str]]:
 
 def _member_row(member: MemberStatus) -> list[str]:
     if member.status is None:
-        return [f"  {member.name}", member.text, "-", "-", "-", "-"]
+        return [f"  {member.name}", NOT_STARTED, "-", "-", "-", "-"]
     row = deployment_row(member.status)
     state = f"{row[1]}, leaving" if member.leaving else row[1]
     return [f"  {row[0]}", state, *row[2:5], _load_text(member) or row[5]]

@@ -37,6 +37,7 @@ from corral.serve.fleet.record import (
 )
 from corral.serve.fleet.steps import BAD_LUCK
 
+NOT_STARTED = "not started yet"
 ORDER = (State.READY, State.DRAINING, State.LOADING, State.STARTING, State.STAGING, State.QUEUED)
 WORST = (Judgement.GONE, Judgement.HUNG, Judgement.SLOW, Judgement.OK)
 
@@ -189,7 +190,7 @@ def read_statuses(members: Sequence[FleetMember]) -> dict[str, deployments.Statu
 def member_of(member: FleetMember, known: deployments.Status | None, load: MemberLoad | None = None) -> MemberStatus:
     """A member with the status of the deployment of its name, unless that ended before it was the fleet's."""
     if known is None or (known.state in ENDED and known.created_s < member.added_s):
-        return MemberStatus(member.name, member.leaving, None, load, "not started yet")
+        return MemberStatus(member.name, member.leaving, None, load, NOT_STARTED)
     return MemberStatus(member.name, member.leaving, known, load, known.text if known.state is State.UNKNOWN else "")
 
 
