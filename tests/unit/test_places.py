@@ -10,6 +10,8 @@ import pytest
 
 from corral.base.errors import DataError, UnreachableError
 from corral.base.ssh import Ssh
+from corral.deploy.doctor.examination import Question, model_paths
+from corral.deploy.transfer.pull import _of_hosts
 from corral.plan import places
 from corral.plan.hardware.survey import PathFacts
 from corral.plan.models.store import ModelSource
@@ -112,6 +114,26 @@ def test_a_node_that_cannot_be_asked_is_no_node_without_the_model(
     assert places._size("b", "/models/x", facts, 5) == 10
 
 
+def test_the_doctor_looks_in_the_same_places(clean_home: Path) -> None:
+    storage = Storage(models="/shared/models", hf_home="/shared/hf")
+    paths = model_paths(Question(hosts=("a", "b"), model="llama-3.1-70b", storage=storage))
+    assert paths[0] == "/shared/models/meta-llama/Llama-3.1-70B"
+    assert {"/shared/models/Llama-3.1-70B", "/shared/hf/hub/models--meta-llama--Meta-Llama-3.1-70B/snapshots"} <= {
+        *paths
+    }
+    assert model_paths(Question(hosts=("a",), model="/data/model")) == ("/data/model",)
+
+
+def test_a_home_that_a_shell_wrote_for_the_users_is_the_hosts(nodes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--to ~/shared/405b` on a laptop: the hosts have no such home."""
+    assert nodes.is_dir()
+    monkeypatch.setenv("HOME", "/nobody/ann")
+    assert _of_hosts("/nobody/ann/shared/405b", ("a", "b"), Ssh()) == "~/shared/405b"
+    assert _of_hosts("/data/405b", ("a", "b"), Ssh()) == "/data/405b"
+    monkeypatch.setenv("HOME", str(nodes))  # a home that the hosts have as well
+    assert _of_hosts(f"{nodes}/shared/405b", ("a", "b"), Ssh()) == f"{nodes}/shared/405b"
+
+
 # ----------------------------------------------------------------------------------------------------- this machine
 @pytest.mark.parametrize("name", ["Llama-3.1-70B", "Meta-Llama-3.1-70B", "llama-3.1-70b"])
 @pytest.mark.parametrize("asked", ["llama-3.1-70b", "meta-llama/Meta-Llama-3.1-70B"])
@@ -157,4 +179,6 @@ def test_what_was_pulled_to_a_folder_here_is_served_from_there(corral: Corral, h
     assert spec.json()["model_path"] == str(tmp_path / "disk" / "tiny")
     done = corral("pull", "owner/tiny", "--json", **env)
     assert (done.code, done.json()["folder"]) == (0, str(tmp_path / "disk" / "tiny"))
+    plan = corral("plan", "owner/tiny", "--gpus", "1xH100", **env).out
+    assert f"the files are in {tmp_path}/disk/tiny".replace(" ", "") in "".join(plan.split())  # it is wrapped
     assert sent(hub) == once
