@@ -39,6 +39,19 @@ pytestmark = pytest.mark.skipif(bool(missing("slurm")), reason=missing("slurm"))
 # the simulated GPUs are only GRES: asked for, allocated, and left alone by the CPU engine
 JOB = ("--partition", "gpu", "--time", "30:00", "--slurm", "cpus_per_task=2", "--slurm", "mem=6G",
        "--slurm", "gpus_per_node=0", "--slurm", "gres=gpu:h100:1")  # fmt: skip
+KEMPNER = """target = "slurm"
+[slurm]
+partition = "gpu"
+time = "30:00"
+cpus_per_task = 2
+mem = "6G"
+gpus_per_node = 0
+extra = {{ gres = "gpu:h100:1" }}
+[storage]
+models = "{models}"
+[defaults]
+model = "{model}"
+"""
 OPTIONS = ("--set", "eager=true", "--set", "max_model_len=512", "--patience", "30", "--json")
 # Two nodes here are twice the same cores, and both ranks would bind themselves to the first; under Ray none does.
 APART = {"native": ("--env", f"{BOUND}=nobind", "--env", "OMP_NUM_THREADS=1"), "ray": ()}
@@ -59,12 +72,18 @@ class Cluster:
     @property
     def env(self) -> dict[str, str]:
         source = str(Path(package.__file__).parent.parent)
-        return {"CORRAL_HOME": str(self.home), "PYTHONPATH": source, "HF_HUB_OFFLINE": "1"}
+        config = str(self.home.parent / "config")
+        return {"CORRAL_HOME": str(self.home), "PYTHONPATH": source, "HF_HUB_OFFLINE": "1", "XDG_CONFIG_HOME": config}
 
     def corral(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """On the login host."""
         command = [sys.executable, "-m", "corral", *arguments]
         return self.hosts.exec("login", command, env=self.env, check=False, timeout=600)
+
+    def types(self, *arguments: str) -> str:
+        done = self.corral(*arguments)
+        assert done.returncode == 0, f"{arguments}\n{done.stderr}"
+        return done.stdout
 
     def far_corral(self) -> str:
         """How the login host's Corral is called over ssh."""
@@ -106,9 +125,10 @@ def words(endpoint: package.Endpoint) -> list[list[str]]:
 
 
 @contextmanager
-def job(cluster: Cluster, name: str, *split: str) -> Iterator[package.Endpoint]:
+def job(cluster: Cluster, name: str, *split: str, on: str = "") -> Iterator[package.Endpoint]:
     """A deployment in a job, as a laptop sees it that reaches the login host alone; nothing is left of it."""
-    done = cluster.corral("up", str(cluster.model), "--name", name, *JOB, *split, *OPTIONS)
+    what = ("--on", on) if on else (str(cluster.model), *JOB)
+    done = cluster.corral("up", *what, "--name", name, *split, *OPTIONS)
     log = cluster.corral("logs", name, "-n", "40").stdout
     assert done.returncode == 0, f"{done.stderr}\n{log}"
     assert "gres:gpu:h100:1" in cluster.slurm.run("scontrol", "show", "job", "-dd").stdout
@@ -150,20 +170,45 @@ class Alone:
     words: list[list[str]]
     dtype: str
     worst: float  # the largest difference of a log-probability from transformers'
+    model_path: str
+    by_path: str  # what a client is answered that says the model's path as its name
+    raw: dict[str, Any]  # the server's own response
+    answered: int  # rows of a batch
 
 
 @pytest.fixture(scope="module")
 def alone(cluster: Cluster, corral: Corral) -> Alone:
-    with job(cluster, "one-node") as endpoint, LLM(endpoint) as llm:
+    """As Kempner's document and the workshop have it: a model of the cluster's folder, served by a profile's name."""
+    profile = cluster.home.parent / "config/corral/profiles/my-kempner.toml"
+    profile.parent.mkdir(parents=True, exist_ok=True)
+    profile.write_text(KEMPNER.format(models=cluster.model.parent, model=cluster.model.name))
+    names = ("--served-name", "tiny", "--served-name", str(cluster.model))
+    with job(cluster, "one-node", *names, on="my-kempner") as endpoint, LLM(endpoint) as llm:
         dtype = planned_dtype(cluster.home, "one-node")
         worst = worst_difference(llm, reference(corral, cluster.model, dtype, rows()), rows())
-        return Alone(words(endpoint), dtype, worst)
+        launch = json.loads((cluster.home / "deployments/one-node/launch.json").read_text())
+        asked = ("complete", PROMPTS[0], "--max-tokens", "7", "--temperature", "0")
+        by_path = cluster.types(*asked, "--model", str(cluster.model))
+        raw = json.loads(cluster.types(*asked, "--logprobs", "1", "--prompt-logprobs", "1", "--json"))
+        given, output = cluster.home.parent / "prompts.jsonl", cluster.home.parent / "answers.jsonl"
+        given.write_text("".join(json.dumps({"id": n, "prompt": f"Row {n}"}) + "\n" for n in range(8)))
+        cluster.types("batch", str(given), "-o", str(output), "--max-tokens", "4", "--temperature", "1")
+        answered = len(output.read_text().splitlines())
+        return Alone(words(endpoint), dtype, worst, launch["model_path"], by_path, raw, answered)
 
 
 def test_on_one_node_a_float32_checkpoint_keeps_its_format_and_scores_as_transformers_does(alone: Alone) -> None:
     print(f"stored in float32, served in {alone.dtype}: largest difference {alone.worst:.2e}")
     assert alone.dtype == "float32"
     assert alone.worst < 1e-4
+
+
+def test_the_steps_of_kempners_document_and_of_the_workshop(alone: Alone, cluster: Cluster) -> None:
+    assert alone.model_path == str(cluster.model)  # where the cluster has it
+    assert alone.by_path.strip()
+    assert {"id", "object", "created", "model", "usage", "choices"} <= alone.raw.keys()
+    assert {"finish_reason", "stop_reason", "logprobs", "prompt_logprobs"} <= alone.raw["choices"][0].keys()
+    assert alone.answered == 8
 
 
 @pytest.mark.parametrize(("link", "split"), [("native", "tensor=2"), ("ray", "pipeline=2")])
