@@ -112,6 +112,16 @@ async def test_a_key_for_a_model_or_a_fleet_is_not_one_for_its_adapters(tmp_path
         assert status(await ask(gateway, None, BETA)) == 400  # the server would take its base model
 
 
+@in_loop
+async def test_json_is_decoded_up_to_a_length_that_no_stream_notices(tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("corral.serve.gateway.gateway.LARGEST_JSON_BYTES", 1000)
+        async with gateway_to(grants=[client(ALL)]) as gateway:
+            answer = await exchange(gateway.url, post({"model": "x" * 2000}, ALL))
+            assert status(answer) == 400
+            assert b"longer than 1,000 bytes" in answer
+
+
 BYPASSES: dict[str, tuple[str, bytes]] = {
     "content type in capitals": ("Application/JSON", b'{"model": "second", "x": NaN}'),
     "another type": ("text/plain", b'{"model": "second", "x": NaN}'),

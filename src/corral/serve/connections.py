@@ -133,6 +133,7 @@ class ConnectionTable(Generic[C]):
         self._all: dict[C, None] = {}
         self._owned: Counter[Hashable] = Counter()
         self._away = TimeAway(SWEEP_S)
+        self._most_of_one = max(1, int(LARGEST_SHARE * limits.connections))
 
     def __len__(self) -> int:
         return len(self._all)
@@ -162,7 +163,7 @@ class ConnectionTable(Generic[C]):
                 self._disown(connection.owner)
             connection.owner = owner
             self._owned[owner] += 1
-        return self._owned[owner] <= max(1, int(LARGEST_SHARE * self.limits.connections))
+        return self._owned[owner] <= self._most_of_one
 
     def sweep(self, now_s: float) -> float:
         """To be called every `SWEEP_S`; seconds for which the server itself did not run before."""
@@ -197,21 +198,24 @@ class HeldBytes:
 
     def __init__(self, most: int, most_of_one: int) -> None:
         self.most, self.most_of_one = most, most_of_one
-        self._of: Counter[Hashable] = Counter()
+        self._of: dict[Hashable, int] = {}
         self.total = 0
 
     def take(self, owner: Hashable, count: int) -> str:
         """Keep so many more; a sentence where that is too much, and nothing is kept."""
-        if self._of[owner] + count > self.most_of_one:
+        held = self._of.get(owner, 0) + count
+        if held > self.most_of_one:
             return f"the unanswered requests of this key hold more than {self.most_of_one:,} bytes"
         if self.total + count > self.most:
             return "too many large requests at once"
-        self._of[owner] += count
+        self._of[owner] = held
         self.total += count
         return ""
 
     def release(self, owner: Hashable, count: int) -> None:
+        if not count:
+            return
         self.total -= count
-        self._of[owner] -= count
-        if self._of[owner] <= 0:
-            del self._of[owner]
+        held = self._of.pop(owner, 0) - count
+        if held > 0:
+            self._of[owner] = held

@@ -44,6 +44,7 @@ from corral.serve.gateway.usage import KeyGrant, KeyTable, KeyUser, offered_key
 
 ENDED_SILENCE_S = 5.0  # a server that has ended sends nothing more: requests that still wait for it are given up
 MOST_WAITING = 50_000
+LARGEST_JSON_BYTES = 64 << 20  # decoding takes the loop up to half a second, and all streams wait for it
 QUIET_S = 20.0  # after which a client that sent nothing is not expected to use its connection again
 MODEL_PATH = b"/v1/models/"
 _NO_SCALE = TokenScale()
@@ -281,6 +282,8 @@ class Gateway:
         """What routing needs of a body; one that cannot be read is refused: the server might find a model in it."""
         kind = next((value for name, value in request.headers if name == b"content-type"), b"")
         if request.body and not is_form(kind):
+            if len(request.body) > LARGEST_JSON_BYTES:
+                raise BadBodyError(f"it is longer than {LARGEST_JSON_BYTES:,} bytes; only forms may be")
             return read_prompt(request.body, self._scale_of)
         model = checked_model(form_model(kind, request.body)) if request.body else None
         return RoutedPrompt(model, [], 1.0, 0.0, 0, 1.0, 1, stream=False)
