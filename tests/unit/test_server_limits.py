@@ -29,7 +29,7 @@ from corral.serve.gateway.policies import NEWEST
 from corral.serve.gateway.relay import GatewayLimits
 from corral.serve.gateway.usage import KeyGrant
 from corral.use.batch.service.app import BatchService, ServiceOptions
-from tests.unit.test_console_guard import enter
+from tests.unit.test_console_guard import SECRETS, enter
 from tests.unit.test_gateway import reading
 
 KEY, SECOND = "the-first-clients-key", "the-second-clients-key"
@@ -135,7 +135,10 @@ def served(kind: str, folder: Path, **limits: Any) -> Iterator[Server]:
     elif kind == "console":
         with Console(ConsoleOptions(port=0, limits=ServerLimits(**limits))) as console:
             port = int(console.url.rpartition(":")[2])
-            key = b"cookie: %b\r\norigin: http://127.0.0.1:%d" % (enter(console).encode(), port)
+            cookie = enter(console)
+            key = (
+                f"cookie: {cookie}\r\nx-corral-secret: {SECRETS[cookie]}\r\norigin: http://127.0.0.1:{port}".encode()
+            )
             yield Server(port, key, b"/", b"/api/play/texts", console._hosted.connections, b"/static/runs.js")
     else:
         options = ServiceOptions(folder / "kept", port=0, jobs=1, limits=ServerLimits(**limits))
