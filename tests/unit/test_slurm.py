@@ -760,6 +760,25 @@ def test_stopping_asks_the_agents_first(fake: Any, deployed: DeploymentFolder, t
     assert (found.state, found.reason) == (State.STOPPED, Reason.REQUESTED)
 
 
+def test_stopping_without_an_answer_of_the_queue_is_seen_by_the_agents_end(
+    fake: Any, deployed: DeploymentFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    silent = "echo 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)' >&2; exit 1"
+    agent_says(deployed, "ready")
+    fake("squeue", silent)
+    ending = json.dumps({"t": time.time(), "kind": "state", "rank": 0, "state": "stopped", "reason": "requested"})
+    called = fake("scancel", f"echo '{ending}' >>'{deployed.rank(0).events}'")
+    found = deployments.stop(deployed)
+    assert called.read_text() == "7\n"
+    assert (found.state, found.reason) == (State.STOPPED, Reason.REQUESTED)
+    agent_says(deployed, "ready")
+    fake("scancel", silent)
+    monkeypatch.setattr(slurm_job, "UNSEEN_S", 0.0)
+    with pytest.raises(UnreachableError, match="whether job 7 has ended is not known") as refused:
+        deployments.stop(deployed)
+    assert "Run the same `corral down` again" in refused.value.remedy
+
+
 def test_stopping_what_waits_cancels_it(fake: Any, deployed: DeploymentFolder, tmp_path: Path) -> None:
     ended = tmp_path / "ended"
     line = "7|{}|None|N/A|N/A|1:00:00||0|0|"
@@ -809,11 +828,12 @@ def test_a_status_waits_less_for_the_controller_than_down_and_both_say_so(
     def slow(argv: Any, timeout_s: float, *rest: Any) -> Any:
         waited.append(timeout_s)
         until(lambda: told, "it is said for whom it waits")
-        if argv[0] == "squeue":
+        if argv[0] in ("squeue", "scancel"):
             raise UnreachableError("no answer", "")
         return real(argv, timeout_s, *rest)
 
     monkeypatch.setattr(commands, "run", slow)
+    monkeypatch.setattr(slurm_job, "UNSEEN_S", 0.0)
     monkeypatch.setattr(ssh, "ANNOUNCE_AFTER_S", 0.0)
     token = ssh.WAITING.set(told.append)
     try:
@@ -822,7 +842,7 @@ def test_a_status_waits_less_for_the_controller_than_down_and_both_say_so(
             deployments.stop(deployed)
     finally:
         ssh.WAITING.reset(token)
-    assert waited == [commands.LOOK_S, commands.PATIENCE_S]
+    assert waited == [commands.LOOK_S, slurm_job.CANCEL_S]
     assert told[0] == "waiting for SLURM's controller (`squeue`)"
 
 

@@ -29,9 +29,9 @@ _DEADLINE: ContextVar[float] = ContextVar("_DEADLINE", default=math.inf)
 
 @contextlib.contextmanager
 def answering_soon() -> Iterator[None]:
-    """Bound the questions to other machines, all of them together; a busy machine gives them longer."""
+    """Bound the questions to other machines, all of them together; a busy machine gives them twice as long."""
     load = os.getloadavg()[0] / (os.cpu_count() or 1)
-    token = _DEADLINE.set(time.monotonic() + SOON_S * max(1.0, load))
+    token = _DEADLINE.set(time.monotonic() + SOON_S * min(2.0, max(1.0, load)))
     try:
         yield
     finally:

@@ -372,9 +372,9 @@ def _refused(done: Completed) -> CorralError:
     return UsageError(f"sbatch refused the job: {message}.", remedy, queued=False)
 
 
-def cancel(id: str, signal: str = "") -> None:
+def cancel(id: str, signal: str = "", patience_s: float = PATIENCE_S) -> None:
     """End a job, or send a signal to the tasks of its steps; a job that has ended already is no error."""
-    done = ask(["scancel", *([f"--signal={signal}"] if signal else []), id])
+    done = ask(["scancel", *([f"--signal={signal}"] if signal else []), id], patience_s)
     forget_answers()
     if done.code and not re.search(r"Invalid job id|already completed|Job/step", done.stderr):
         raise CorralError(f"job {id} could not be cancelled: {_last_line(done)}", f"Try `scancel {id}` by hand.")

@@ -30,6 +30,7 @@ from corral.deploy.slurm.states import JobVerdict, exit_of, job_verdict
 from corral.deploy.targets.base import AgentsStatus, JobState, JobStatus, Lease, OwnJob, is_of_launch, launch_id_of
 
 END_PATIENCE_S = 90.0  # for a cancelled job: KillWait and epilogues
+CANCEL_S, UNSEEN_S = 2.0, 3.0  # for `scancel`, and for the agents' end, while `squeue` does not answer
 LOST_PATIENCE_S = 5.0  # for one that has lost a node: SLURM ends it once the node answers, or is given up
 SIGNAL_EARLY_S = 60.0  # SLURM may send a signal this much early, says sbatch's manual
 RUNS = ("RUNNING", "SIGNALING", "RESIZING")
@@ -163,7 +164,7 @@ class SlurmJobs:
         return Lease(submitted.submitted_s, job.start_s, drains_s, bool(job.restarts))
 
     def stop(self, folder: DeploymentFolder, launch_id: str, grace_s: float) -> bool:
-        submitted = self._submitted(folder, launch_id, commands.PATIENCE_S)
+        submitted = self._submitted(folder, launch_id)
         if submitted is None and not folder.started.exists():
             return True
         for rank in folder.ranks():  # also of a job that SLURM makes of an interrupted `sbatch` only now
@@ -184,7 +185,10 @@ class SlurmJobs:
 
     def _end(self, folder: DeploymentFolder, submitted: Submitted, grace_s: float) -> bool:
         """End a job; whether it is over."""
-        job = read_job(folder, submitted, commands.PATIENCE_S)
+        try:
+            job = read_job(folder, submitted)
+        except UnreachableError as error:
+            return _end_unseen(folder, submitted, error)
         if job is None or job_verdict(job).ended:
             return True
         write_atomic(folder.job, dump_json(replace(submitted, stop_asked=True)))
@@ -202,6 +206,24 @@ class SlurmJobs:
         if lost():
             raise _not_ended(job)
         return False
+
+
+def _end_unseen(folder: DeploymentFolder, submitted: Submitted, error: UnreachableError) -> bool:
+    """Cancel a job while SLURM does not say how it is; its agents write their end where this machine sees it."""
+    with contextlib.suppress(OSError):
+        write_atomic(folder.job, dump_json(replace(submitted, stop_asked=True)))
+    with contextlib.suppress(CorralError):
+        commands.cancel(submitted.id, patience_s=CANCEL_S)
+    deadline = time.monotonic() + UNSEEN_S
+    while time.monotonic() < deadline:
+        ranks = [rank for rank in folder.ranks() if rank.agent.exists()]
+        if ranks and all(_end_of(rank)[0] in ENDED for rank in ranks):
+            return True
+        time.sleep(0.2)
+    raise UnreachableError(
+        f"{error.message.rstrip('.')}; whether job {submitted.id} has ended is not known.",
+        "Its agents were told to end. Run the same `corral down` again when SLURM answers.",
+    )
 
 
 def _not_ended(job: SlurmJob) -> UnreachableError:
