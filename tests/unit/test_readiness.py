@@ -153,6 +153,7 @@ def test_a_users_name_and_a_drivers_version_are_not_trusted_either() -> None:
 def test_shellcheck_likes_the_script(release: str, runtime: str, driver: str, shellcheck: Shellcheck) -> None:
     script = fix_script([bare(driver=driver, **RELEASES[release])], runtime)
     assert HEADER in script
+    assert "/tmp/" not in script  # where another user could replace what root installs
     shellcheck(script, "--severity=style")
 
 

@@ -21,6 +21,7 @@ from corral.base.untrusted import parse_json, plain
 
 LATEST_S = 1e15
 LONGEST_TOKENS = 10**8
+LONGEST_LINE = 1 << 20
 REMEDY = (
     'Write {"time_s": 0.5, "prompt_tokens": 100, "output_tokens": 200},'
     ' or with milliseconds {"timestamp": 500, "input_length": 100, "output_length": 200}.'
@@ -48,10 +49,12 @@ def read_trace(path: str | Path, *, sums: bool = False, ordered: bool = False) -
     before_s, some = -LATEST_S, False
     try:
         with existing_file(path).open("rb") as file:
-            for number, line in enumerate(file, 1):
+            for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE + 1), b""), 1):
+                where = f"line {number} of {path}"
+                if len(line) > LONGEST_LINE:
+                    raise DataError(f"{where} is longer than {LONGEST_LINE:,} bytes.", "Write one request per line.")
                 if not line.strip():
                     continue
-                where = f"line {number} of {path}"
                 found = _request(line, where, sums)
                 if ordered and found.time_s < before_s:
                     times = f"{found.time_s:g} s after {before_s:g} s"

@@ -183,8 +183,10 @@ def _driver(where: Distribution) -> tuple[str, ...]:
         return (
             "sudo apt-get update",
             _install(where, "ca-certificates", "curl", '"linux-headers-$(uname -r)"'),
-            f"curl -fsSL {source}/cuda-keyring_1.1-1_all.deb -o /tmp/cuda-keyring.deb",
-            "sudo dpkg -i /tmp/cuda-keyring.deb",
+            "keyring=$(mktemp -d)",  # in /tmp itself another user could replace the package before root installs it
+            f'curl -fsSL {source}/cuda-keyring_1.1-1_all.deb -o "$keyring/cuda-keyring.deb"',
+            'sudo dpkg -i "$keyring/cuda-keyring.deb"',
+            'rm -r "$keyring"',
             "sudo apt-get update",
             _install(where, "nvidia-open"),
         )

@@ -15,28 +15,32 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from corral.base.errors import DataError, UsageError
 from corral.lab.bench.spec import METRICS, Slo
 
+# what a file may say: years, and more tokens than any request has
+Time = Annotated[int, msgspec.Meta(ge=-(10**18), le=10**18)]
+Tokens = Annotated[int, msgspec.Meta(ge=0, le=10**9)]
+
 
 class RequestRow(msgspec.Struct, gc=False, omit_defaults=True):
     """One request with its times."""
 
     n: int
-    intended_ns: int  # when it was due
-    asked_ns: int  # when the client got it: latencies start here, as in `vllm bench serve`
-    sent_ns: int  # when its bytes were written
-    done_ns: int
-    chunk_ns: list[int] = []
-    input_tokens: int = 0
-    output_tokens: int = 0
-    asked_input: int | None = None  # None: unknown beforehand
-    asked_output: int = 0
-    cached_tokens: int | None = None
+    intended_ns: Time  # when it was due
+    asked_ns: Time  # when the client got it: latencies start here, as in `vllm bench serve`
+    sent_ns: Time  # when its bytes were written
+    done_ns: Time
+    chunk_ns: list[Time] = []
+    input_tokens: Tokens = 0
+    output_tokens: Tokens = 0
+    asked_input: Tokens | None = None  # None: unknown beforehand
+    asked_output: Tokens = 0
+    cached_tokens: Tokens | None = None
     finish: str = ""
     turn: int = 0
     error: str = ""
@@ -90,7 +94,7 @@ def read_rows(path: Path) -> list[RequestRow]:
                 rows.append(_DECODER.decode(line))
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}.", "Was the run moved?") from error
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise DataError(f"line {len(rows) + 1} of {path} is not a row: {error}.", "Restore the file.") from error
     return rows
 

@@ -19,10 +19,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from corral.base.errors import NotFoundError, UsageError
+from corral.base.errors import DataError, NotFoundError, UsageError
 from corral.base.files import make_private_dir, write_atomic
 from corral.base.home import home_dir
 from corral.base.record import dump_json, from_json, load_json, nearest, to_json
+from corral.base.untrusted import parse_json
 from corral.lab.bench.fingerprint import Fingerprint
 from corral.lab.bench.gate import Problem
 from corral.lab.bench.limit import Limit, TokenCost
@@ -66,6 +67,9 @@ class Series:
     created_s: float
     runs: tuple[str, ...] = ()  # names of subfolders, in order
     findings: dict[str, Any] = field(default_factory=dict)
+
+
+LATEST_S = 1e11  # of a time: year 5138
 
 
 def runs_dir() -> Path:
@@ -120,7 +124,15 @@ def _result(run: Run, rows: Sequence[RequestRow], detailed: bool) -> dict[str, A
 
 
 def load_run(folder: Path) -> Run:
-    return load_json(Run, folder / "run.json")
+    path = folder / "run.json"
+    try:
+        run = load_json(Run, path)
+    except DataError as error:
+        named = str(path) in error.message
+        raise DataError(error.message if named else f"{path} is not a run: {error.message}", error.remedy) from None
+    if not 0 <= run.created_s <= LATEST_S:
+        raise DataError(f"{path} is not a run: it was made at {run.created_s:g} s.", "Restore the file.")
+    return run
 
 
 def is_series(folder: Path) -> bool:
@@ -141,10 +153,8 @@ def load_samples(folder: Path) -> list[ServerSample]:
     path = folder / "server.jsonl"
     if not path.is_file():
         return []
-    return [
-        from_json(ServerSample, json.loads(line), strict=False)
-        for line in path.read_text(encoding="utf-8").splitlines()
-    ]
+    places = ((f"line {number} of {path}", line) for number, line in enumerate(path.read_bytes().splitlines(), 1))
+    return [from_json(ServerSample, parse_json(line, where), where, strict=False) for where, line in places]
 
 
 def save_series(folder: Path, series: Series) -> None:
