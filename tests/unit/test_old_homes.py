@@ -9,18 +9,21 @@ from typing import Any
 import pytest
 
 from corral.deploy.deployment.folder import DeploymentFolder
+from corral.deploy.slurm import commands
 from corral.serve.fleet.chain import read_chain
 from corral.serve.fleet.record import open_fleet, read_fleet
 from corral.serve.fleet.start import load_request
 from corral.serve.gateway.keys import add_key, keys_file, read_keys
 from corral.serve.gateway.watcher import Watcher, open_source
-from tests.homes import commits, unpack
+from tests.homes import commits as old_commits
+from tests.homes import unpack
 from tests.unit.conftest import Corral
 
 
-@pytest.fixture(params=commits())
+@pytest.fixture(params=old_commits())
 def old(request: pytest.FixtureRequest, corral: Corral, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Corral:
     """`corral` in a home that another version wrote; its job still waits in the queue."""
+    commands.forget_answers()  # of another test's queue
     home = corral.home / "corral"
     unpack(request.param, home)
     for name, body in {
