@@ -19,6 +19,7 @@ from corral.cli.options import (
     Duration,
     Origins,
     chosen_target,
+    context_option,
     env_option,
     fixed_option,
     profile_option,
@@ -81,6 +82,8 @@ FIRST_QUESTION = "What is the capital of France?"
 @click.option("--name", help="Name of the deployment (default: the model's name).")
 @click.option("--served-name", multiple=True, metavar="NAME",
               help="Model name that clients say; repeatable (default: the model's name).")  # fmt: skip
+@context_option
+@click.option("--concurrency", type=click.IntRange(min=1), help="Requests at once that the plan must hold.")
 @click.option(
     "--goal", type=click.Choice(["balanced", "latency", "throughput"]), help="What comes first (default: balanced)."
 )
