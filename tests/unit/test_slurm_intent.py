@@ -85,10 +85,11 @@ def test_a_job_that_was_submitted_and_not_recorded_is_adopted(slurm: FakeSlurm, 
     assert done.code == 0
     assert done.out == "d: stopped; job 1 had no record: found by its launch id\n"
     assert slurm.state("1") == "CANCELLED"
+    assert corral("down", "d").out == "d: was not running\n"
 
 
 def test_down_asks_slurm_before_it_says_that_nothing_ran(slurm: FakeSlurm, corral: Corral) -> None:
-    begin()
+    folder = begin()
     slurm.silent(True)
     silent = corral("down", "d")
     assert silent.code == UnreachableError.exit_code
@@ -98,6 +99,9 @@ def test_down_asks_slurm_before_it_says_that_nothing_ran(slurm: FakeSlurm, corra
     slurm.silent(False)
     assert corral("down", "d").out == "d: was not running\n"
     assert "squeue" in slurm.called()
+    assert folder.rank(0).stop.exists()  # an `sbatch` that outlives `up` may still queue a job, whose agent then ends
+    submit(folder)
+    assert corral("down", "d").out.startswith("d: stopped; job 1 had no record")
 
 
 def test_a_job_that_has_left_the_queue_is_found_in_the_accounting(slurm: FakeSlurm) -> None:

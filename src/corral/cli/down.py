@@ -106,7 +106,8 @@ def _stop(folder: DeploymentFolder, purge: bool, quiet: bool) -> deployments.Sta
     after = deployments.stop(folder)
     if not quiet:
         text = "was not running" if before in ENDED else "stopped" if before else f"stopped. {after.text}"
-        click.echo("; ".join([f"{folder.name}: {text}", *(one.get("text") for one in deployments.adoptions(folder))]))
+        found = [] if before in ENDED else [one.get("text") for one in deployments.adoptions(folder)]
+        click.echo("; ".join([f"{folder.name}: {text}", *found]))
     if purge and folder.path.exists():
         folder.delete()
     return after
