@@ -27,6 +27,7 @@ from corral.serve.gateway.gateway import Gateway
 from corral.serve.gateway.health import HealthMonitor, update_from_metrics
 from corral.serve.gateway.keys import add_key, digest_of, keys_file, read_keys, remove_key
 from corral.serve.gateway.member import MemberReading
+from corral.serve.gateway.origins import AllowedOrigins
 from corral.serve.gateway.process import fleet_load
 from corral.serve.gateway.prompt import read_prompt
 from corral.serve.gateway.request import ForwardedRequest
@@ -703,3 +704,32 @@ async def test_head_has_no_body_and_a_model_is_found_by_its_name(tmp_path: Path)
             assert "Did you mean 'fake'?" in json.loads(body)["error"]["message"]
             head, body = await asked("GET", "/tokenizer_info?model=fake")
             assert json.loads(body)["bos_token"] == "<s>"
+
+
+@in_loop
+async def test_pages_of_a_named_origin_may_ask_and_read_every_answer(tmp_path: Path) -> None:
+    ours, evil = "https://chat.example.org", "https://evil.example.org"
+    with servers(tmp_path, 1) as (a,):
+        async with gateway_to(a.url) as gateway:
+            assert b"access-control" not in await exchange(gateway.url, preflight(ours))  # closed by default
+            gateway.origins = AllowedOrigins([ours])
+            answer = await exchange(gateway.url, preflight(ours))
+            assert answer.startswith(b"HTTP/1.1 200")
+            assert b"access-control-allow-headers: authorization\r\n" in answer
+            refused = await exchange(gateway.url, preflight(evil))
+            assert refused.startswith(b"HTTP/1.1 401")
+            assert b"access-control" not in refused
+            for key, status in ((KEY, b"200"), ("wrong" * 8, b"401")):
+                for origin, count in ((ours, 1), (evil, 0)):
+                    request = post({"model": "fake", **chat("x")}, key).replace(
+                        b"host: x", b"host: x\r\norigin: " + origin.encode()
+                    )
+                    answer = await exchange(gateway.url, request)
+                    assert answer.startswith(b"HTTP/1.1 " + status)
+                    assert answer.count(b"access-control-allow-origin: ") == count
+
+
+def preflight(origin: str) -> bytes:
+    lines = ("OPTIONS /v1/chat/completions HTTP/1.1", "host: x", f"origin: {origin}", "connection: close",
+             "access-control-request-method: POST", "access-control-request-headers: authorization")  # fmt: skip
+    return "\r\n".join((*lines, "", "")).encode()

@@ -10,6 +10,7 @@ import click
 
 from corral.base.errors import UsageError
 from corral.cli.help_pages import DefaultVerbGroup, WholeGroup
+from corral.cli.options import Origins
 from corral.lab.report.screen import print_json, print_table, since
 from corral.serve.gateway.keys import add_key, read_keys, remove_key
 from corral.serve.gateway.pages import summary
@@ -41,6 +42,13 @@ def command() -> None:
     help="How a server is chosen.  [default: as the fleet says, or prefix]",
 )
 @click.option(
+    "--allowed-origins",
+    metavar="ORIGIN,…",
+    type=Origins(),
+    default=(),
+    help="Pages that may use it from a browser, beside those of its fleets (default: none).",
+)
+@click.option(
     "--take-over",
     is_flag=True,
     help="Take the place of the gateway that runs: it gives its address to this one, answers its clients, and ends.",
@@ -52,6 +60,7 @@ def serve(
     port: int | None,
     bind: str,
     route: str | None,
+    allowed_origins: tuple[str, ...],
     take_over: bool,
     while_open: bool,
     as_json: bool,
@@ -68,7 +77,7 @@ def serve(
     else:
         process = gateway_process(sources, bind, port, route or _route_of(sources))
         process = replace(process, while_open=while_open)
-    serve_until_signal(process, as_json)
+    serve_until_signal(replace(process, origins=allowed_origins), as_json)
 
 
 def serve_until_signal(process: GatewayProcess, as_json: bool) -> None:

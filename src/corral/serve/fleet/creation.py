@@ -113,6 +113,7 @@ def prepare_fleet(request: DeployRequest, order: FleetOrder, report: Reporter) -
             FleetMember(f"{decision.name}-{n}", share=one, added_s=now_s) for n, one in enumerate(shares, 1)
         ),
         route=order.route,
+        allowed_origins=request.api.allowed_origins,
         host=order.host,
         port=order.port,
         nodes=nodes,

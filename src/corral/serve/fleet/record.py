@@ -91,6 +91,7 @@ class Fleet:
     closed: str = ""  # why it has ended; empty while it is to run
     chain: bool = False  # its members are jobs that follow each other; its keeper runs inside them
     max_jobs: int | None = None  # of a chain, in all; None: without end
+    allowed_origins: tuple[str, ...] = ()  # whose pages may use its gateway
     gateways: tuple[Identity, ...] = ()  # that its keepers started, one for each machine
 
     def serving(self) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from typing import Protocol, cast
 
 from corral.client.http1 import BadMessageError, Headers, HeadTooLongError, RequestReader, has_token
 from corral.serve.connections import ConnectionPhase, ConnectionProgress, ConnectionTable
+from corral.serve.gateway.origins import with_lines
 from corral.serve.gateway.relay import Relay, RelayHost
 from corral.serve.gateway.request import ForwardedRequest, Request
 from corral.serve.gateway.usage import KeyTable, KeyUser
@@ -260,6 +261,7 @@ class ClientConnection(asyncio.Protocol):
             if isinstance(answer, bytes):
                 self._gateway.held.release(request.user, len(request.body))
         if isinstance(answer, bytes):
+            answer = with_lines(answer, self._gateway.origins.lines(request.headers))
             head_only = request.method == b"HEAD"
             self.write(answer[: answer.index(b"\r\n\r\n") + 4] if head_only else answer)
             self.done()
@@ -281,9 +283,10 @@ class ClientConnection(asyncio.Protocol):
         self.progress.enter(ConnectionPhase.CLOSING, _now())
         end = b"connection: close\r\n"
         if refused.status == 401:
-            self.write(self._gateway.refuse_key(self._head[2], end))
+            answer = self._gateway.refuse_key(self._head[2], end)
         else:
-            self.write(self._gateway.refusal(refused.status, refused.message, extra=end))
+            answer = self._gateway.refusal(refused.status, refused.message, extra=end)
+        self.write(with_lines(answer, self._gateway.origins.lines(self._head[2])))
         if self._transport is not None:
             self._transport.write_eof()
 

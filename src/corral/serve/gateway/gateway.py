@@ -13,7 +13,7 @@ import gc
 import json
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 from urllib.parse import parse_qs, unquote
@@ -28,6 +28,7 @@ from corral.serve.gateway import pages
 from corral.serve.gateway.client_connection import ClientConnection
 from corral.serve.gateway.form import BadFormError, form_model, is_form
 from corral.serve.gateway.member import Member, MemberReading
+from corral.serve.gateway.origins import AllowedOrigins
 from corral.serve.gateway.policies import NEWEST, make_policy
 from corral.serve.gateway.pool import ModelPool
 from corral.serve.gateway.prompt import (
@@ -61,9 +62,11 @@ class Gateway:
         limits: GatewayLimits | None = None,
         say: Callable[[str], None] = lambda _: None,
         title: str = "corral gateway",
+        origins: Iterable[str] = (),
     ) -> None:
         make_policy(route)  # refuses an unknown one
         self.route_name, self.say, self.title = route, say, title  # the title begins every error message
+        self.origins = AllowedOrigins(origins)
         self.loop = asyncio.get_running_loop()
         self.limits = limits or GatewayLimits()
         self.figures = pages.Figures()
@@ -220,6 +223,8 @@ class Gateway:
             return self._health()
         if path == b"/proxy/status" and self.route_name == NEWEST:
             return self._proxy_status(is_local)
+        if (answer := self.origins.preflight(request.method, request.headers)) is not None:
+            return answer
         user = request.user
         if user is None or not self.keys.knows(user):
             return self.refuse_key(request.headers)

@@ -61,6 +61,7 @@ class GatewayProcess:
     proxy: DeploymentFolder | None = None  # it is the proxy of this deployment
     limits: GatewayLimits = LIMITS
     while_open: bool = False  # it ends with its fleets
+    origins: tuple[str, ...] = ()  # whose pages may use it, beside those of its fleets
     predecessor: str = ""  # the running gateway whose listening socket it takes over, by its id
 
     def fleets(self) -> list[FleetFolder]:
@@ -190,7 +191,8 @@ def run_gateway(process: GatewayProcess, ready: Callable[[str], None], say: Call
 async def _serve(process: GatewayProcess, ready: Callable[[str], None], say: Callable[[str], None]) -> Figures:
     calm_collector()
     loop = asyncio.get_running_loop()
-    gateway = Gateway(process.route, process.limits, say, process.title)
+    origins = {*process.origins, *(one for fleet in process.fleets() for one in read_fleet(fleet).allowed_origins)}
+    gateway = Gateway(process.route, process.limits, say, process.title, origins)
     with _ended_by_signal(loop) as ending:
         before = process.handover(process.predecessor) if process.predecessor else None
         takeover = await asyncio.to_thread(Takeover, before, process.names()) if before else None

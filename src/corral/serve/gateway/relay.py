@@ -22,6 +22,7 @@ from corral.client.http1 import LAST_CHUNK, Headers, chunk, response, status_lin
 from corral.deploy.deployment.state import State
 from corral.serve.connections import HeldBytes, ServerLimits
 from corral.serve.gateway.member import Member, MemberConnection
+from corral.serve.gateway.origins import OF_MEMBERS, AllowedOrigins
 from corral.serve.gateway.pages import Figures
 from corral.serve.gateway.request import ForwardedRequest, Request, forwarded_headers
 
@@ -52,6 +53,7 @@ class RelayHost(Protocol):
     title: str  # begins every error message
     loop: asyncio.AbstractEventLoop
     limits: GatewayLimits
+    origins: AllowedOrigins
     figures: Figures
     held: HeldBytes
     ending: bool
@@ -88,6 +90,7 @@ class Relay:
         "_drops",
         "_early",
         "_ended",
+        "_for_browsers",
         "_forwarded",
         "_gateway",
         "_headers",
@@ -108,6 +111,7 @@ class Relay:
     ) -> None:
         self._gateway, self._client, self._forwarded = gateway, client, forwarded
         self._request: Request | None = request
+        self._for_browsers = gateway.origins.lines(request.headers)
         self.method = request.method
         self._http_10 = request.http_10
         self._member: Member | None = None
@@ -264,7 +268,9 @@ class Relay:
             framing += b"connection: close\r\n"
         if member := self._member or self._answered_by:
             framing += self._forwarded.answer_began(member, headers)
-        self._client.write(b"%b%b%b\r\n%b" % (status_line(self._status), forwarded_headers(headers), framing, body))
+        framing += self._for_browsers
+        passed_on = forwarded_headers(headers, OF_MEMBERS)
+        self._client.write(b"%b%b%b\r\n%b" % (status_line(self._status), passed_on, framing, body))
         self._moved(now, first=True)
 
     def data(self, data: list[bytes], last: bool) -> None:
