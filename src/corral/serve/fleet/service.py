@@ -14,7 +14,6 @@ import shlex
 import shutil
 import socket
 import subprocess
-import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +25,7 @@ from corral.base.errors import CorralError, UnreachableError, UsageError
 from corral.base.files import write_atomic
 from corral.base.home import home_dir
 from corral.base.lock import FileLock, holder_of
-from corral.base.processes import Identity
+from corral.base.processes import OWN_COMMAND, Identity
 from corral.base.shell import Completed, run
 from corral.deploy.deployment.folder import all_folders
 from corral.serve.fleet.record import BEAT_S, SILENT_S, FleetFolder, all_fleets, read_fleet
@@ -194,7 +193,7 @@ def choose_starter(name: str | None) -> str:
 
 
 def command() -> tuple[str, ...]:
-    return (sys.executable, "-m", "corral", "service", "run")
+    return (*OWN_COMMAND, "service", "run")
 
 
 def environment() -> dict[str, str]:
@@ -320,7 +319,7 @@ def _ensure(
     say(f"{folder.name}: starting a keeper")
     with folder.keeper_log.open("ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "corral", *argv],
+            [*OWN_COMMAND, *argv],
             stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
         )  # fmt: skip
     started[str(folder.path)] = (process, time.monotonic())
