@@ -5,14 +5,18 @@ The catalogue has the fields of their configs, `tests/data/model_configs.json` t
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from corral.base.errors import UncountedError
+from corral.base.errors import CorralError, UncountedError
+from corral.base.record import to_json
 from corral.cli import root
 from corral.plan.candidate import broken_layout
 from corral.plan.choose import make_plan
@@ -146,6 +150,48 @@ def test_what_is_not_understood_never_fits(change: dict[str, Any], tmp_path: Pat
     assert "cannot be counted from its config" in done.err
     assert "--weights-gib" in done.err
     assert corral("plan", str(tmp_path), "--gpus", "8xH200", "--weights-gib", "16").code == 0
+
+
+PLAIN = {
+    "model_type": "new", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 4, "hidden_act": "silu",
+    "num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 32000,
+}  # fmt: skip
+NOT_UNDERSTOOD: dict[str, dict[str, Any]] = {
+    "Kimi Linear": {"linear_attn_config": {"kda_layers": [1], "head_dim": 128}, "kv_lora_rank": 512,
+                    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
+    "Jamba": {"attn_layer_period": 8, "expert_layer_period": 2, "mamba_d_state": 16, "num_experts": 16},
+    "StarCoder 2": {"hidden_act": "gelu_pytorch_tanh"},
+    "Llama 3.2 Vision": {"cross_attention_layers": [1, 3]},
+    "Hunyuan": {"num_experts": 64, "moe_intermediate_size": [3072] * 4},
+    "LFM 2": {"layer_types": ["conv"] * 3 + ["full_attention"], "conv_L_cache": 3},
+    "ERNIE 4.5": {"moe_num_experts": 64, "moe_k": 6},
+    "GPT-2": {"hidden_size": None, "n_embd": 768},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NOT_UNDERSTOOD)
+def test_families_that_are_not_understood_are_refused(name: str) -> None:
+    assert facts_from_config(PLAIN, "plain", "plain", "hub").known
+    with pytest.raises(UncountedError):
+        facts_from_config({**PLAIN, **NOT_UNDERSTOOD[name]}, name, name, "hub")
+
+
+_VALUE = st.one_of(st.none(), st.booleans(), st.integers(-3, 10**9), st.floats(), st.text(max_size=5),
+                   st.lists(st.integers(-1, 3), max_size=3), st.just({}), st.just({"a": [1]}))  # fmt: skip
+
+
+@settings(max_examples=150)
+@given(st.data())
+def test_damaged_configs_end_in_facts_or_in_a_sentence(data: st.DataObject) -> None:
+    config = json.loads(json.dumps(data.draw(st.sampled_from(ROWS))["config"]))
+    for _ in range(data.draw(st.integers(1, 3))):
+        inner = [one for one in (config, *config.values()) if isinstance(one, dict) and one]
+        place = data.draw(st.sampled_from(inner))
+        place[data.draw(st.sampled_from(sorted(place)))] = data.draw(_VALUE)
+    with contextlib.suppress(CorralError):
+        found = facts_from_config(config, "damaged", "damaged", "hub")
+        assert found.parameters > 0
+        assert json.dumps(to_json(found))
 
 
 def test_a_gpu_is_not_enough_for_deepseek_and_eight_are() -> None:

@@ -131,7 +131,7 @@ def _read(fields: Fields, family: str, towers: Mapping[str, Mapping[str, Any]]) 
         intermediate=fields.first("intermediate_size") or fields.first("moe_intermediate_size") or 4 * hidden,
         heads=heads, kv_heads=main[0], head_dim=main[1], vocab=vocab, max_context=_context(fields),
         tied=tied, dtype=_DTYPE_NAMES.get(dtype, "bf16"), layers=tuple(layers), drafting=tuple(drafting), tower=tower,
-        head=head + (vocab if rules.head_bias else 0),
+        head=head + (vocab if fields.flag("lm_head_bias") or rules.head_bias else 0),
         quantisation=read_quantisation(quant, fields.where, str(fields.get("expert_dtype", ""))),
         encoder=encoder, rows=vocab + (_learned(fields) if encoder else 0), problem=problem or _unread(fields),
     )  # fmt: skip
@@ -167,9 +167,10 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
 _FOLLOW = {
     "attention_bias", "attention_chunk_size", "chunk_size", "decoder_sparse_step", "expand", "experts_per_token",
     "first_k_dense_replace", "full_attention_interval", "head_dim", "intermediate_size", "intermediate_size_mlp",
-    "interleave_moe_layer_step", "layer_types", "mamba_expand", "mlp_bias", "moe_intermediate_size", "moe_layer_freq",
-    "moe_layers", "mtp_transformer_layers", "num_key_value_heads", "qk_head_dim", "qk_rope_head_dim",
-    "shared_intermediate_size", "sliding_window", "time_step_rank", "use_conv_bias", "use_sliding_window",
+    "interleave_moe_layer_step", "layer_types", "mamba_chunk_size", "mamba_conv_bias", "mamba_expand", "mlp_bias",
+    "moe_intermediate_size", "moe_layer_freq", "moe_layers", "mtp_transformer_layers", "num_key_value_heads",
+    "qk_head_dim", "qk_rope_head_dim", "shared_intermediate_size", "sliding_window", "time_step_rank",
+    "use_conv_bias", "use_sliding_window",
 }  # fmt: skip
 
 

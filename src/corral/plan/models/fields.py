@@ -42,7 +42,7 @@ _STRUCTURE = re.compile(
 _HARMLESS = re.compile(
     r"dropout|router|scoring|routed_scaling|swiglu|softcap|logit|_loss|loss_|beam|length|return|penalty|ngram|_token"
     r"|position_embeddings|rope|rotary|_eps(_|$)|_std|init|clip|max_window_layers|use_cache|pretraining_tp|ep_size|_dtype"
-    r"|chunk_size_feed_forward|group_size$|vision_|video_|image_|audio_|hash_layers|mamba_hidden_act|_kernels|cross_attention"
+    r"|chunk_size_feed_forward|group_size$|vision_|video_|image_|audio_|hash_layers|mamba_hidden_act|_kernels"
     r"|mscale|temperature|scal(e|ing)|floor_scale|attn_implementation|is_decoder|tie_|use_mtp|_overlap|keys_to|merge"
     r"|num_labels|topk_group|n_group$|num_expert_group|num_limited_groups|layer_norm|residual|pad_|token_type|summary|classifier"
     r"|max_batch|decoder_start|bidirectional|training|type_vocab_size|final_layer|router|quant"
@@ -71,6 +71,8 @@ class Fields:
                     f"{self.where}: config.json lacks {name!r}.", "Use a complete model folder or repository."
                 )
             return default
+        if isinstance(value, list):
+            raise uncounted(self.where, f"it gives {name} for each layer by itself")
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
             raise wrong(self.where, name, value, f"a whole number from {least} to {most}")
         return value
