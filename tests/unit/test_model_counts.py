@@ -240,6 +240,8 @@ def test_a_block_of_fp8_is_not_cut() -> None:
     taken = make_plan(model, parse_gpus("8xH200"), Goal(), {"tensor": 8})
     assert taken.parallel.expert
     assert "--enable-expert-parallel" in taken.engine_args
+    asked = ("plan", model.name, "--gpus", "8xH200", "--offline", "--set", "tensor=8")
+    assert "--set expert=true" in CliRunner().invoke(root, asked).output
 
 
 def test_experts_are_divided_over_all_ranks_of_an_engine() -> None:

@@ -58,8 +58,14 @@ def nearest_fits(
     if inventory.gpu is not None:
         tries += _same_hardware(ask, inventory, goal, fixed)
     if inventory.gpu is not None and not refused.broken:
-        tries += _more_hardware(ask, inventory, goal, replace(fixed, tensor=None, pipeline=None, data=None))
+        tries += _more_hardware(
+            ask, inventory, goal, replace(fixed, tensor=None, pipeline=None, data=None, expert=None)
+        )
     return [found for found in tries if found is not None]
+
+
+def _without_layout(fixed: Fixed) -> Fixed:
+    return replace(fixed, tensor=None, pipeline=None, data=None, expert=None)
 
 
 def _shorter(ask: Question, inventory: Inventory, goal: Goal, fixed: Fixed, room_tokens: int) -> Nearest | None:
@@ -73,7 +79,7 @@ def _shorter(ask: Question, inventory: Inventory, goal: Goal, fixed: Fixed, room
 
 def _same_hardware(ask: Question, inventory: Inventory, goal: Goal, fixed: Fixed) -> Iterator[Nearest | None]:
     if fixed.layout or fixed.data:
-        found = ask(inventory, goal, replace(fixed, tensor=None, pipeline=None, data=None))
+        found = ask(inventory, goal, _without_layout(fixed))
         if found:
             named = [name for name in ("tensor", "pipeline", "data") if getattr(fixed, name)]
             sizes = " ".join(f"--set {name}={getattr(found.parallel, name)}" for name in named)

@@ -7,9 +7,10 @@ the plan alone.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from corral.base.wording import counted
-from corral.plan.candidate import Candidate, Tuning, over_nodes, refused_tensor
+from corral.plan.candidate import Candidate, Tuning, broken_layout, over_nodes, refused_tensor
 from corral.plan.contract import Goal, Judged, Memory, Parallel, Plan, Reason, Rejected, Speed
 from corral.plan.hardware.inventory import GIB, LINKS, Inventory
 from corral.plan.judged import AS_SET, Row, gains, gib, setting_reasons
@@ -117,7 +118,9 @@ def _layout(model: ModelFacts, chosen: Candidate, inventory: Inventory, fixed: F
 
 def _experts(model: ModelFacts, p: Parallel) -> str:
     if p.expert:
-        return f"every GPU holds whole experts, {model.experts} in all of {p.expert_ranks} GPUs"
+        cut = broken_layout(model, replace(p, expert=False))
+        because = f"; {cut.partition(';')[0]}" if cut else ""
+        return f"every GPU holds whole experts, {model.experts} on {p.expert_ranks} GPUs{because}"
     return f"every GPU holds a part of each expert, 1 / {p.expert_ranks} of its width"
 
 

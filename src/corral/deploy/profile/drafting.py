@@ -147,6 +147,7 @@ def _pinned(plan: Plan, asked: PlanRequest) -> dict[str, object]:
     if plan.inventory.source == "named" and plan.inventory.gpu:
         p = plan.parallel
         pinned |= {"tensor": p.tensor, "pipeline": p.pipeline, "data": p.data}
+        pinned |= {"expert": "true"} if p.expert else {}
         if plan.precision.how != "native":
             pinned.setdefault("weights", plan.precision.weights)
     return pinned
