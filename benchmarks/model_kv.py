@@ -80,9 +80,9 @@ def reported(python: str, config: dict[str, Any]) -> int:
 
 
 def planned(name: str, config: dict[str, Any]) -> int:
-    """Tokens that one GiB holds, in blocks of 128 as vLLM's CPU platform takes them."""
+    """Tokens that one GiB holds, in blocks of 128 and one step at a time, as on vLLM's CPU platform."""
     facts = facts_from_config(config, name, name, "hub")
-    settings = EngineSettings(0.92, BATCHED, 4, block_size=16 if facts.latent else 128)
+    settings = EngineSettings(0.92, BATCHED, 4, block_size=16 if facts.latent else 128, async_scheduling=False)
     pool = pool_of(facts, settings, CONTEXT, Parallel(), 2.0)
     return int(GIB // pool.block_bytes / pool.needed * CONTEXT)
 

@@ -219,7 +219,7 @@ def test_pages_of_several_kinds_are_equally_large() -> None:
     pool = pool_of(gemma, SETTINGS, 65_536, Parallel(), 2.0)
     assert pool.group == 5
     assert pool.block_bytes == 5 * 16 * 2 * 8 * 256 * 2  # the wider head of full attention: twice the tokens
-    assert pool.needed == 65_536 // 32 + 5 * (-(-(1024 - 1 + 8192) // 16) + 1)
+    assert pool.needed == 65_536 // 32 + 5 * (-(-(1024 - 1 + 2 * 8192) // 16) + 1)
     pool = pool_of(hybrid, SETTINGS, 65_536, Parallel(), 2.0)
     state = hybrid.state_bytes // 30
     tokens = -(-state // (16 * 2 * 2 * 256 * 2)) * 16

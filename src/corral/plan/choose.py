@@ -58,9 +58,7 @@ def nearest_fits(
     if inventory.gpu is not None:
         tries += _same_hardware(ask, inventory, goal, fixed)
     if inventory.gpu is not None and not refused.broken:
-        tries += _more_hardware(
-            ask, inventory, goal, replace(fixed, tensor=None, pipeline=None, data=None, expert=None)
-        )
+        tries += _more_hardware(ask, inventory, goal, _without_layout(fixed))
     return [found for found in tries if found is not None]
 
 

@@ -188,7 +188,9 @@ def work_out_cpu(
     batched = fixed.max_num_batched_tokens or max(2048, seqs)
     activation = int(batched * element * (3 * model.intermediate + 4 * model.hidden) + seqs * model.vocab * 8)
     whole_token = model.kv_bytes_per_token(1.0 if precision.kv.startswith("fp8") else element)
-    states = 2 * model.state_bytes // context  # of a full-length request, as if its tokens shared them
+    states = (
+        sum(one.layers * one.state_bytes * one.copies for one in model.caches) // context
+    )  # of a full-length request, as if its tokens shared them
     per_token = max(1, -(-(whole_token + states) // parallel.replica_gpus))
     free = inventory.host_available_bytes - here - activation - _PROCESS_BYTES
     wanted = per_token * context * max(2, min(goal.concurrency or 8, 8))

@@ -4,7 +4,7 @@ Where all layers keep every token, one block holds its tokens of all of them. Ot
 equal size, and a block holds one page for each layer of a group. All pages are equally large: kinds with smaller ones
 put more tokens into a page (`unify_kv_cache_spec_page_size`), attention beside Mamba or linear attention takes so
 many tokens that a page holds a state, and states are padded to it. With prefix caching, vLLM's default, a sequence
-holds two pages of states. Read in vLLM 0.32.0; latents and indexes are whole on every tensor rank.
+holds several pages of states. Read in vLLM 0.32.0; latents and indexes are whole on every tensor rank.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from math import ceil
 from corral.plan.contract import EngineSettings, Parallel
 from corral.plan.models.facts import ModelFacts
 from corral.plan.models.layers import Cache
-
-_STATES = 2  # pages of a sequence in each layer with a state
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,7 @@ def pool_of(
     page = page or state
     kinds = _kinds(tokens, {one: size * (page // pages[one]) for one in tokens}, settings, parallel, max_model_len)
     rows = [(layers + (drafting if index == 0 else 0), blocks) for index, (layers, blocks) in enumerate(kinds)]
-    rows += [(one.layers, _STATES) for one in states]
+    rows += [(one.layers, one.copies) for one in states]
     few, many = min(n for n, _ in rows), max(n for n, _ in rows)
     group = many if many < few * 1.5 else few
     return BlockPool(sum(-(-layers // group) * blocks for layers, blocks in rows), page * group, group)
@@ -64,7 +62,8 @@ def _kinds(
     tokens: list[Cache], sizes: dict[Cache, int], settings: EngineSettings, parallel: Parallel, max_model_len: int
 ) -> Iterator[tuple[int, int]]:
     """Layers of each kind and the blocks that a full-length request has of it; those that keep all tokens first."""
-    in_flight = parallel.pipeline * settings.max_num_batched_tokens
+    steps = parallel.pipeline + settings.async_scheduling  # whose tokens are not settled yet
+    in_flight = steps * settings.max_num_batched_tokens
     for cache in sorted(tokens, key=lambda one: bool(one.window)):
         if not cache.window:
             yield cache.layers, -(-max_model_len // sizes[cache])

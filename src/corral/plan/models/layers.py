@@ -58,6 +58,7 @@ class Cache:
     window: int = 0  # tokens that are kept; 0: all
     element_bytes: float = 0  # of a number, where the engine fixes it; 0: as the KV cache
     state_bytes: int = 0  # of one sequence in one layer, instead of tokens
+    copies: int = 0  # of a state that a sequence holds while prefixes are cached: vLLM's default
 
     @property
     def words(self) -> str:
@@ -216,7 +217,7 @@ class LinearAttention:
     def caches(self) -> Iterator[Cache]:
         conv = 2 * (self.kernel - 1) * self._conv
         state = self.state_element * self.value_heads * self.key_dim * self.value_dim
-        yield Cache("state", 1, state_bytes=conv + state)
+        yield Cache("state", 1, state_bytes=conv + state, copies=2)
 
 
 @dataclass(frozen=True)
@@ -242,7 +243,8 @@ class Mamba:
 
     def caches(self) -> Iterator[Cache]:
         conv = 2 * (self.kernel - 1) * self._conv
-        yield Cache("state", 1, state_bytes=conv + self.state_element * self.heads * self.head_dim * self.state)
+        state = self.state_element * self.heads * self.head_dim * self.state
+        yield Cache("state", 1, state_bytes=conv + state, copies=3)  # one more where a prefill stops
 
 
 Mixer = Attention | Latent | Compressed | LinearAttention | Mamba

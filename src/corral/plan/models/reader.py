@@ -301,7 +301,7 @@ class Reader:
         )
         if act in _UNGATED:
             return 2
-        if act in _GATED or (self.fields.values.get("model_type") in FAMILIES and act):
+        if act in _GATED or (str(self.fields.values.get("model_type")) in FAMILIES and act):
             return 3
         raise uncounted(self.fields.where, f"whether its MLP has a gate does not follow from hidden_act = {act!r}")
 
