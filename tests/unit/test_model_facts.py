@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from huggingface_hub import HfApi
-from huggingface_hub.errors import NotASafetensorsRepoError
+from huggingface_hub.errors import EntryNotFoundError, NotASafetensorsRepoError
 
 from corral.base.errors import AccessError, CorralError, DataError, NotFoundError, UncountedError, UnreachableError
 from corral.base.record import from_json, to_json
@@ -343,3 +343,32 @@ def test_facts_are_frozen():
     with pytest.raises(AttributeError):
         facts.layers = 3  # type: ignore[misc]
     assert replace(facts, layers=3).layers == 3
+
+
+@pytest.mark.parametrize(
+    ("dtype", "answer", "method", "note"),
+    [
+        ("U8", '{"quantization": {"quant_algo": "NVFP4", "exclude_modules": ["lm_head"]}}', "modelopt", ""),
+        ("U8", DataError("there is no such file", "Check."), None, "is not known: there is no such file"),
+        ("U8", EntryNotFoundError("404"), None, ""),  # it is certain that there is none
+        ("BF16", AssertionError("nobody needs it"), None, ""),
+    ],
+)
+def test_the_hub_is_asked_for_the_quantisation_where_tensors_are_narrow(monkeypatch, dtype, answer, method, note):
+    def text(repo, name):
+        if name == "config.json":
+            return json.dumps({"model_type": "llama"})
+        if isinstance(answer, EntryNotFoundError):
+            raise DataError("there is none", "Check.") from answer
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    files = {"a.safetensors": SimpleNamespace(tensors={"x.weight": SimpleNamespace(dtype=dtype, shape=[2, 3])})}
+    monkeypatch.setattr("corral.plan.models.hub._file_text", text)
+    monkeypatch.setattr(HfApi, "model_info", lambda *_, **__: SimpleNamespace(gated=False))
+    monkeypatch.setattr(HfApi, "get_safetensors_metadata", lambda *_, **__: SimpleNamespace(files_metadata=files))
+    found = read_repository("a/b")
+    assert found.config.get("quantization_config", {}).get("quant_method") == method
+    assert note in " ".join(found.notes)
+    assert bool(found.notes) == bool(note)
