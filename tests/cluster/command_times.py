@@ -40,6 +40,7 @@ class Timed:
     seconds: float
     code: int
     text: str
+    load: float  # of the machine, over the last minute
 
     @property
     def is_late(self) -> bool:
@@ -52,7 +53,8 @@ def time_commands(condition: str, corral: Corral, fleet: str, member: str) -> It
         began = time.monotonic()
         done = corral(*words)
         seconds, lines = time.monotonic() - began, (done.stdout + done.stderr).strip().splitlines()
-        yield Timed(condition, words, seconds, done.returncode, "\n".join(lines))
+        load = os.getloadavg()[0]
+        yield Timed(condition, words, seconds, done.returncode, "\n".join(lines), load)
 
 
 def nothing() -> None:
@@ -154,7 +156,8 @@ def main() -> None:
     print("| condition | command | took | goal | exit code | load |\n|---|---|---|---|---|---|")
     for row in rows:
         goal = f"{GOALS_S[row.words[0]]:g} s"
-        print(f"| {row.condition} | `{' '.join(row.words)}` | {row.seconds:.1f} s | {goal} | {row.code} |")
+        cells = (row.condition, f"`{' '.join(row.words)}`", f"{row.seconds:.1f} s", goal, row.code, f"{row.load:.1f}")
+        print(f"| {' | '.join(map(str, cells))} |")
     sys.exit(any(row.is_late for row in rows))
 
 
