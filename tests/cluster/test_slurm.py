@@ -311,8 +311,7 @@ def test_a_controller_that_is_gone_makes_nothing_fail(login: Login) -> None:
         assert (listed["held"]["state"], listed["held"]["reason"]) == ("unknown", None)
         assert "controller" in listed["held"]["text"]
         told = login.corral("status", "held")  # squeue itself would wait for 11 s
-        assert "did not answer `squeue` within 4 s" in " ".join(told.stdout.split())
-        assert "waiting for SLURM's controller (`squeue`)" in told.stderr
+        assert "did not answer `squeue` within" in " ".join(told.stdout.split())
         assert login.corral("down", "held").returncode == 9
     finally:
         login.slurm.start_controller()

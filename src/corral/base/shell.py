@@ -40,7 +40,7 @@ def answering_soon() -> Iterator[None]:
 
 def within_deadline(usual_s: float) -> float:
     """How long a question may take: as usual, or what is left until the command has to answer."""
-    return max(LEAST_S, min(usual_s, _DEADLINE.get() - time.monotonic()))
+    return round(max(LEAST_S, min(usual_s, _DEADLINE.get() - time.monotonic())), 1)  # it stands in messages
 
 
 class CommandHandle:
