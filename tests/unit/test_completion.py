@@ -43,7 +43,7 @@ def home(clean_home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("corral status ", {"alpha", "beta"}),
         ("corral down al", {"alpha"}),
         ("corral complete --deployment ", {"alpha", "beta"}),
-        ("corral up smol", {"smollm2"}),
+        ("corral up smol", {"smollm2", "smollm3-3b"}),
         ("corral up --on kemp", {"kempner"}),
         ("corral profile show kemp", {"kempner"}),
         ("corral profile che", {"check"}),

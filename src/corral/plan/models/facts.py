@@ -71,6 +71,15 @@ class ModelFacts:
     drafting_parameters: int = 0  # of layers that vLLM loads for speculation only; not among `parameters`
     encoder: bool = False  # reads a text at once; has no KV cache
 
+    def __post_init__(self) -> None:
+        """Facts that an older Corral wrote lack the caches: what they say of heads and windows is all there was."""
+        if self.caches or self.encoder:
+            return
+        width, slid = 2 * self.head_dim, self.sliding_layers
+        kinds = (("full", self.layers - slid, 0), ("sliding", slid, self.sliding_window or 0))
+        caches = tuple(Cache(kind, n, self.kv_heads, width, window) for kind, n, window in kinds if n)
+        object.__setattr__(self, "caches", caches)
+
     def kv_bytes_per_token(self, element_bytes: float = 2.0, tensor: int = 1) -> int:
         """What all layers keep of one token, those with a window too, on one GPU of so many tensor ranks."""
         return int(sum(one.layers * one.token_bytes(element_bytes, tensor) for one in self.caches if one.width))
