@@ -39,7 +39,7 @@ def command(context: click.Context, gpus: str | None, search: str, everything: b
     headings = ["NAME", "PARAMETERS", "WEIGHTS", f"FITS {gpus or 'HERE'}", "REMARKS", "ON DISK"]
     print_table(headings, cells, left=1, tail=3)
     if len(shown) < len(rows):
-        click.echo(f"\n{len(rows) - len(shown)} more do not fit or are other formats of these: --all, --search WORDS")
+        click.echo(f"\n{len(rows) - len(shown)} more do not fit or are other formats: --all, --search")
 
 
 def _shown(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
