@@ -694,8 +694,8 @@ async def test_head_has_no_body_and_a_model_is_found_by_its_name(tmp_path: Path)
             assert head.startswith(b"HTTP/1.1 200")
             assert b"content-length: 0" not in head
             assert body == b""
-            head, body = await asked("HEAD", "/v1/completions")
-            assert head.startswith(b"HTTP/1.1 405")
+            head, body = await asked("HEAD", "/version?model=fake")  # of a member
+            assert head.startswith(b"HTTP/1.1 405")  # as the stand-in says
             assert body == b""
             head, body = await asked("GET", "/v1/models/fake")
             assert json.loads(body)["id"] == "fake"

@@ -230,8 +230,6 @@ class Gateway:
             return self.refuse_key(request.headers)
         if request.method in (b"GET", b"HEAD") and (page := self._page(path, user)) is not None:
             return page
-        if request.method == b"HEAD":  # an answer of a server would have no end that can be seen
-            return self.refusal(405, "HEAD is answered for the gateway's own pages: use GET", extra=b"allow: GET\r\n")
         return self._route(request, user)
 
     def refuse_key(self, headers: Headers, extra: bytes = b"") -> bytes:
