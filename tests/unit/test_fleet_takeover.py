@@ -285,7 +285,7 @@ def seen_from_here(herd: FleetFolder, host: str) -> status.FleetStatus:
 
 def test_status_says_where_to_go_from_elsewhere(herd: FleetFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(status, "member_of", lambda *_: None)
-    one = SimpleNamespace(state=State.READY, leaving=False, stuck=False, load=None, name="herd-1")
+    one = SimpleNamespace(state=State.READY, leaving=False, stuck=False, load=None, name="herd-1", status=object())
     monkeypatch.setattr(status, "member_of", lambda *_: one)
     change_fleet(herd, lambda fleet: replace(fleet, members=(FleetMember("herd-1"),)))
     found = seen_from_here(herd, "127.0.0.1")

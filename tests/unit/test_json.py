@@ -21,7 +21,11 @@ from corral.deploy.lifecycle.deployments import Record
 from corral.serve.fleet.record import FleetFolder
 from tests.chains import write_chain
 
-WITHOUT = {"chat": "a conversation; /save keeps it as JSON", "fake-server": "prints JSON always"}
+WITHOUT = {
+    "chat": "a conversation; /save keeps it as JSON",
+    "fake-server": "prints JSON always",
+    "profile trust": "notes a folder, and prints no facts",
+}
 
 
 def commands(group: click.Group = root, path: tuple[str, ...] = ()) -> Iterator[tuple[str, click.Command]]:

@@ -165,13 +165,14 @@ def test_an_a100_may_have_forty(shown: Run) -> None:
 
 def test_another_checkpoint_is_announced_and_can_be_refused() -> None:
     decision = decide(DeployRequest(model="llama-3.1-405b-instruct"), Elsewhere("8xH100"))
-    (note,) = decision.notes()
+    note, tools = decision.notes()
+    assert tools == "tool calls are read by vLLM's parser llama3_json; --no-tools switches them off"
     assert "is served in fp8: bf16 (756.0 GiB of weights) does not fit 8 × H100-SXM" in note
     assert "meta-llama/Llama-3.1-405B-Instruct-FP8" in note
     assert "--set weights=bf16" in note
     asked = decide(DeployRequest(model="llama-3.1-405b-instruct", fixed={"weights": "fp8"}), Elsewhere("8xH100"))
     assert "--set weights=bf16" not in asked.notes()[0]
-    assert decide(DeployRequest(model="llama-3.1-405b-instruct"), Elsewhere("8xH200")).notes() == []
+    assert decide(DeployRequest(model="llama-3.1-405b-instruct"), Elsewhere("8xH200")).notes() == [tools]
 
 
 def test_a_dry_run_announces_it_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -447,6 +447,7 @@ def test_a_profile_becomes_a_wish() -> None:
         "link": "ray",
         "port": 9000,
         "patience": {"stall_s": 1200.0},
+        "api": {},
         "goal": {"context": 8192},
         "fixed": {"tensor": 8, "pipeline": 2, "eager": "true"},
         "extra_args": (),

@@ -19,11 +19,12 @@ from typing import Any
 import pytest
 
 from corral.base.errors import UnreachableError
+from corral.base.processes import OWN_COMMAND
 from corral.cli import main
 from corral.deploy.launch.links import Ports
 from corral.deploy.profile import folders
 from corral.deploy.profile.profile import environment, load_profile
-from corral.deploy.targets import local, ssh
+from corral.deploy.targets import base, local, ssh
 from corral.deploy.targets.base import ChosenPorts
 from corral.engines.flags import REMOVED, shipped_flags
 from corral.plan.hardware import inventory as hardware
@@ -257,6 +258,7 @@ def corral(clean_home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     monkeypatch.setattr("socket.gethostname", lambda: "this-machine")
     monkeypatch.setattr(local.LocalTarget, "choose_ports", lambda *_: ChosenPorts(Ports(8000)))
     monkeypatch.setattr("sys.executable", "python3")
+    monkeypatch.setattr(base, "OWN_COMMAND", ("python3", *OWN_COMMAND[1:]))
     monkeypatch.setattr(ssh.SshTarget, "prepare", nobody_answers)
 
     def run(*words: str) -> str:

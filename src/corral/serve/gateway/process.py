@@ -121,7 +121,7 @@ def successor_process(sources: Sequence[Source], route: str) -> GatewayProcess:
                 return replace(wanted, host=address.host, port=address.port, predecessor=id, while_open=own)
     raise ConflictError(
         f"no gateway of {' '.join(wanted.names())} runs on this machine whose address could be taken over.",
-        "Start one without --take-over.",
+        "Start one: `corral gateway NAME`.",
     )
 
 
