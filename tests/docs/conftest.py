@@ -13,7 +13,8 @@ from tests.tiny_llama import make_tiny_llama
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_llama(tmp_path_factory.mktemp("model") / "tiny")
+    # 16 heads: once a page has pulled it in place of a large model, plans go by it, and pages divide by 16 GPUs
+    return make_tiny_llama(tmp_path_factory.mktemp("model") / "tiny", num_attention_heads=16)
 
 
 @pytest.fixture

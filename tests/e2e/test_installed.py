@@ -46,7 +46,7 @@ def test_a_clean_environment_has_the_command(wheel: Path, tmp_path: Path) -> Non
     dist, module, file = run(home / "bin" / "python", "-I", "-c", VERSIONS).split()
     assert dist == module == corral.__version__
     assert Path(file).is_relative_to(home)
-    assert "llama-3.1-405b" in run(home / "bin" / "corral", "models")
+    assert "llama-3.1-405b" in run(home / "bin" / "corral", "models", "--all")
 
 
 def test_as_a_tool_from_the_checkout(tmp_path: Path) -> None:

@@ -190,7 +190,7 @@ def test_one_call_for_all_jobs_and_not_too_often(fake: Any) -> None:
 def test_a_controller_that_does_not_answer_is_unreachable(
     fake: Any, body: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(commands.jobs, "__defaults__", (0.3,))
+    monkeypatch.setattr(commands.jobs, "__defaults__", (0.3, float("-inf")))
     called = fake("squeue", body)
     for _ in range(3):
         with pytest.raises(UnreachableError, match="controller"):
@@ -739,6 +739,19 @@ def test_a_forgotten_job(fake: Any, deployed: DeploymentFolder) -> None:
     found = deployments.status(deployed)
     assert (found.state, found.reason) == (State.FAILED, Reason.JOB_FORGOTTEN)
     assert "last seen running" in found.text
+
+
+def test_a_kept_answer_says_nothing_of_a_job_that_is_younger(fake: Any, deployed: DeploymentFolder) -> None:
+    """A successor was read as failed, and never looked at again, because the queue had been asked just before it."""
+    queue(fake, "")
+    assert commands.jobs() == {}
+    kept = commands._cache[os.getuid()]
+    queue(fake, "RUNNING")
+    commands._cache[os.getuid()] = kept  # as if no time had passed
+    kept.at_s = time.monotonic()
+    found = commands.find_job("7")
+    assert found
+    assert found.state == "RUNNING"
 
 
 def once(flag: Path, before: str, after: str) -> str:

@@ -104,19 +104,24 @@ def forget_answers(older_s: float = 0.0) -> None:
             cached.at_s = float("-inf")
 
 
-def jobs(patience_s: float = LOOK_S) -> dict[str, SlurmJob]:
+def jobs(patience_s: float = LOOK_S, asked_since_s: float = float("-inf")) -> dict[str, SlurmJob]:
     """All of the user's jobs that the controller knows, ended ones included, by number.
 
-    The answer is kept for two seconds, and longer (up to half a minute) while nothing changes.
+    The answer is kept for two seconds, and longer (up to half a minute) while nothing changes. Whoever concludes from
+    a job that is missing says since when (monotonic) SLURM must have been asked: a kept answer may be older than it.
     """
     with _asking:
-        return _jobs(within_deadline(patience_s))
+        return _jobs(within_deadline(patience_s), asked_since_s)
 
 
-def _jobs(patience_s: float) -> dict[str, SlurmJob]:
+def _jobs(patience_s: float, asked_since_s: float) -> dict[str, SlurmJob]:
     user, now = os.getuid(), time.monotonic()
     cached = _cache.get(user)
-    if cached and now - cached.at_s < min(LAZY_S, max(FRESH_S, (cached.at_s - cached.same_since_s) / 20)):
+    if (
+        cached
+        and cached.at_s >= asked_since_s
+        and now - cached.at_s < min(LAZY_S, max(FRESH_S, (cached.at_s - cached.same_since_s) / 20))
+    ):
         return cached.jobs
     done = _ask_queue(user, patience_s)
     rows = [(job, name) for job, name in map(_job, done.stdout.splitlines()) if job]
@@ -179,14 +184,14 @@ def jobs_of_launch(launch_id: str, since_s: float | None, patience_s: float = LO
     """
     if not launch_id:
         raise DataError("the launch id of this deployment cannot be read, so its jobs cannot be found.", RESTORE)
-    carried = launches_in_queue(patience_s)
+    carried = launches_in_queue(patience_s, time.monotonic())
     found = sorted((id for id, launch in carried.items() if launch == launch_id and id.isdigit()), key=int)
     return found or ([] if since_s is None else _recorded_jobs(launch_id, since_s))
 
 
-def launches_in_queue(patience_s: float = PATIENCE_S) -> dict[str, str]:
+def launches_in_queue(patience_s: float = PATIENCE_S, asked_since_s: float = float("-inf")) -> dict[str, str]:
     """The launch ids that jobs of the queue carry, by the jobs' numbers."""
-    jobs(patience_s)
+    jobs(patience_s, asked_since_s)
     return {id: carried for id, name in _cache[os.getuid()].names.items() if (carried := launch_in(name))}
 
 
@@ -209,7 +214,8 @@ def _recorded_jobs(launch_id: str, since_s: float) -> list[str]:
 
 def find_job(id: str, patience_s: float = LOOK_S) -> SlurmJob | None:
     """A job by its id, also one that the controller has forgotten; None when no record of it is left."""
-    job = jobs(patience_s).get(id)
+    began_s = time.monotonic()
+    job = jobs(patience_s).get(id) or jobs(patience_s, began_s).get(id)
     if job is not None and job.state != "CANCELLED":
         return job
     recorded = _recorded(id)
