@@ -7,8 +7,10 @@ it. Another host is the same checkout with another base Python, or without the f
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,12 +29,21 @@ case "$*" in
         ln -s "$(readlink -f "$0")" "$3/bin/python"
         echo "#!$3/bin/python" >"$3/bin/tool"
         ;;
-    "-m uv "*) [ ! -e "$FAIL" ] || exit 1; echo "$0" >>"$INSTALLS" ;;
-    "-m pip "*) [ ! -e "$FAIL" ] ;;
+    "-m uv "* | "-m pip "*) [ ! -e "$FAIL" ] || exit 1; echo "$*" >>"$INSTALLS" ;;
     "-m compileall "*) ;;
     "-m corral"*) echo "ran by $0: ${*:3}" ;;
     "- "*) exec python3 "$@" ;;
 esac
+"""
+
+
+LOCK = """click==8.5.1 \\
+    --hash=sha256:aa
+uv==0.13.8 \\
+    --hash=sha256:bb \\
+    --hash=sha256:cc
+uvicorn==0.54.0 \\
+    --hash=sha256:dd
 """
 
 
@@ -66,8 +77,11 @@ class Checkout:
         return sorted(path.name for path in self.path.glob(".venv*") if path.is_dir())
 
     def installs(self) -> int:
+        return sum("--editable" in line for line in self.installed())
+
+    def installed(self) -> list[str]:
         file = self.bases / "installs"
-        return len(file.read_text().splitlines()) if file.exists() else 0
+        return file.read_text().splitlines() if file.exists() else []
 
 
 @pytest.fixture
@@ -77,6 +91,8 @@ def checkout(tmp_path: Path) -> Checkout:
     (path / "src").mkdir()
     shutil.copy2(ROOT / "corral", path / "corral")
     (path / "pyproject.toml").write_text("")
+    (path / "tools").mkdir()
+    (path / "tools/launcher.lock").write_text(LOCK)
     os.utime(path / "pyproject.toml", (1, 1))
     return Checkout(path, tmp_path / "bases")
 
@@ -91,6 +107,22 @@ def test_one_environment_that_later_runs_only_use(checkout: Checkout) -> None:
     assert (again.returncode, again.stderr) == (0, "")
     assert checkout.installs() == 1
     assert checkout.environments() == [".venv"]
+
+
+def test_nothing_is_installed_whose_hash_is_not_known(checkout: Checkout) -> None:
+    checkout.run(checkout.host("login"))
+    bare, locked, own = checkout.installed()
+    assert (checkout.path / ".venv/uv.lock").read_text().splitlines() == LOCK.splitlines()[2:5]
+    assert "--require-hashes" in bare
+    assert "--require-hashes" in locked
+    assert f"-r {checkout.path}/tools/launcher.lock" in locked
+    assert "--offline" in own  # nothing is left to fetch
+
+
+def test_the_lock_has_what_corral_needs() -> None:
+    names = {re.split(r"[=\s;]", line)[0] for line in (ROOT / "tools/launcher.lock").read_text().splitlines()}
+    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert {re.split(r"[>=<;\s]", one)[0].replace("_", "-") for one in wanted} <= names
 
 
 def test_a_host_without_the_first_ones_python_makes_its_own(checkout: Checkout) -> None:
