@@ -12,10 +12,12 @@ import json
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import urllib.request
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -106,9 +108,17 @@ def test_the_server_outlives_the_command_that_started_it(bench: Bench) -> None:
     until(journal.exists, "the agent")
     os.killpg(process.pid, signal.SIGKILL)  # with every ssh it had started
     process.communicate()
-    done = bench.run("wait", "orphan")
-    assert done.returncode == 0, done.stderr
-    assert bench.run("down", "orphan").returncode == 0
+    promised = urlsplit(json.loads((bench.folder("orphan") / "endpoint.json").read_text())["base_url"]).port
+    try:
+        with socket.create_server(("127.0.0.1", promised)):  # nobody held it for the tunnel any more
+            done = bench.run("wait", "orphan", "--json")
+            assert done.returncode == 0, done.stderr
+            told = json.loads(done.stdout)["endpoint"]["base_url"]
+            assert urlsplit(told).port != promised
+            assert f"The endpoint is {told} now." in (bench.folder("orphan") / "tunnel.log").read_text()
+            assert bench.run("complete", "--deployment", "orphan", "Hello").returncode == 0
+    finally:
+        assert bench.run("down", "orphan").returncode == 0
     bench.nothing_left()
 
 

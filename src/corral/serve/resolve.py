@@ -225,7 +225,7 @@ def ready_endpoint(name: str) -> Endpoint:
     serving = newest_ready(folder)
     if serving and serving.status and serving.status.endpoint:
         ensure_tunnel(serving.folder)
-        return serving.status.endpoint
+        return deployments.endpoint_of(serving.folder, State.READY) or serving.status.endpoint  # it may have moved
     found = deployments.status(folder)
     if found.state in ENDED:
         raise ending_of(found)

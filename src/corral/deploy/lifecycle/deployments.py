@@ -227,7 +227,7 @@ def _combine(folder: DeploymentFolder, record: Record, events: list[Event], agen
         target=record.target,
         created_s=record.created_s,
         since_s=since,
-        endpoint=_endpoint(folder, state),
+        endpoint=endpoint_of(folder, state),
         timings=_timings(states),
         phase_since_s=course[-1].since_s if course else since,
         phase_ends_s=ends_at_s(journal),
@@ -248,7 +248,8 @@ def _phase_expected(
     return expected_of(folder, journal if state is State.STAGING else None).get(course[-1].phase)
 
 
-def _endpoint(folder: DeploymentFolder, state: State) -> Endpoint | None:
+def endpoint_of(folder: DeploymentFolder, state: State) -> Endpoint | None:
+    """Where a deployment in this state answers."""
     if state in ENDED or state is State.QUEUED or not folder.endpoint.is_file():
         return None
     return load_json(Endpoint, folder.endpoint)

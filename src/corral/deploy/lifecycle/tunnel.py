@@ -1,8 +1,9 @@
 """Bringing an endpoint to this machine: a background process that holds a port, and an ssh forward behind it.
 
-The port is part of the deployment's endpoint, so it never changes while the deployment runs. The process holds it for
-the tunnel's whole life, whatever happens to ssh: no other user of the machine can take it between two connections and
-receive a key. It ends by itself when the deployment has ended or another process took its place.
+The port is part of the deployment's endpoint. The process holds it for the tunnel's whole life, whatever happens to
+ssh: no other user of the machine can take it between two connections and receive a key. It ends by itself when the
+deployment has ended or another process took its place. Only while no process holds it (before the first tunnel, or
+after this machine was restarted) can another program take the port; the endpoint then moves to a free one.
 
 ssh listens on a socket file in a folder that only this user can enter, and comes and goes with the connection. While
 ssh is not connected, connections to the port are reset at once: the client knows that its request was not sent.
@@ -14,6 +15,7 @@ import asyncio
 import contextlib
 import math
 import os
+import shlex
 import signal
 import socket
 import struct
@@ -22,23 +24,27 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self, cast
 
-from corral.base.errors import CorralError, UnreachableError
+from corral.base.errors import ConflictError, CorralError, UnreachableError
 from corral.base.files import write_atomic
+from corral.base.lock import exclusive_lock
 from corral.base.processes import OWN_COMMAND, Identity, own_identity, port_refused, terminated_as_interrupted
 from corral.base.record import dump_json, load_json
 from corral.base.ssh import socket_folder
+from corral.client.endpoint import Endpoint
 from corral.client.fanout import backoff_s
 from corral.deploy.deployment.events import last_state
 from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.deployment.state import ENDED
+from corral.deploy.launch.render import server_url
 from corral.deploy.lifecycle.deployments import Record, target_of
 from corral.node.processes import end_with_parent
+from corral.node.sockets import free_port
 
 
 class NearEnd:
@@ -291,13 +297,32 @@ def hold_tunnel(folder: DeploymentFolder, say: Callable[[str], None]) -> None:
         say("no tunnel is needed: the endpoint can be reached from here")
         return
     near = near_socket()
-    with near_end(forward.port, near):  # before the record is written: of two at once, one is refused
-        write_atomic(folder.tunnel, dump_json(HeldTunnel(own_identity(), str(near))))
-        mine = folder.tunnel.read_text()
+    with contextlib.ExitStack() as held:
+        with exclusive_lock(folder.path / ".tunnel.lock", say):  # of two at once, one is refused
+            if holder := tunnel_holder(folder):
+                raise ConflictError(
+                    f"process {holder.pid} holds the tunnel to {folder.name!r}.",
+                    f"Use it, or close it: `corral tunnel {shlex.quote(folder.name)} --close`.",
+                )
+            try:
+                held.enter_context(near_end(forward.port, near))
+            except ConflictError as refused:
+                held.enter_context(near_end(_move(folder, refused, say), near))
+            write_atomic(folder.tunnel, dump_json(HeldTunnel(own_identity(), str(near))))
+            mine = folder.tunnel.read_text()
         hold_forward(forward.command(near), say, lambda: _wanted(folder, mine))
         with contextlib.suppress(OSError):
             if folder.tunnel.read_text() == mine:
                 folder.tunnel.unlink()
+
+
+def _move(folder: DeploymentFolder, refused: ConflictError, say: Callable[[str], None]) -> int:
+    """Another port for the endpoint, whose own was taken while no tunnel was open."""
+    port = free_port("127.0.0.1")
+    endpoint = replace(load_json(Endpoint, folder.endpoint), base_url=server_url("127.0.0.1", port))
+    write_atomic(folder.endpoint, dump_json(endpoint))
+    say(f"{refused.message} The endpoint is {endpoint.base_url} now.")
+    return port
 
 
 def near_socket(number: int = 0) -> Path:
@@ -310,7 +335,7 @@ def near_end(port: int, near: Path) -> Iterator[NearEnd]:
     try:
         held = NearEnd(port, near)
     except OSError as error:
-        remedy = "It is the deployment's port here: end what holds it, or start the deployment again."
+        remedy = "Leave the port out and a free one is chosen, or end what holds it."
         raise port_refused(port, "this machine", error, remedy) from None
     try:
         with held:

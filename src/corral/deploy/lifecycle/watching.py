@@ -7,6 +7,7 @@ import shlex
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 from corral.base.errors import LaunchError
@@ -76,7 +77,7 @@ def wait_ready(folder: DeploymentFolder, report: Reporter) -> deployments.Status
         learn_from(folder)
         ensure_tunnel(folder)
         report.phase(Phase.READY)
-        return final
+        return replace(final, endpoint=deployments.endpoint_of(folder, final.state))  # the tunnel may have moved it
     reason = final.reason.value if final.reason else ""
     log = folder.rank(0).log
     how = "cannot start" if final.reason is Reason.CANNOT_START else str(final.state)

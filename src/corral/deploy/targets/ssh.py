@@ -24,6 +24,7 @@ from corral.base.record import load_json, to_json
 from corral.base.shell import CommandHandle
 from corral.base.ssh import Forward, each, read_hosts_file, split_hosts, typed_hosts
 from corral.base.untrusted import parse_json
+from corral.client.endpoint import Endpoint
 from corral.deploy.deployment.events import last_state
 from corral.deploy.deployment.folder import DeploymentFolder, RankFolder, all_folders
 from corral.deploy.deployment.state import ENDED, State
@@ -289,7 +290,8 @@ class SshTarget(SshNodes, Target):
     def forward(self, folder: DeploymentFolder) -> Forward | None:
         launch = load_json(LaunchSpec, folder.launch)
         serve = launch.ranks[0].serve if launch.ranks else None
-        local = launch.base_url.rpartition(":")[2].partition("/")[0]
+        url = load_json(Endpoint, folder.endpoint).base_url if folder.endpoint.is_file() else launch.base_url
+        local = url.rpartition(":")[2].partition("/")[0]  # the endpoint's: a tunnel may have had to move
         if serve is None or not local.isascii() or not local.isdigit():
             raise DataError(f"{folder.launch} does not say where the server is.", "Restore the file or delete it.")
         if serve.host not in LOOPBACK:
