@@ -23,7 +23,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, urlsplit
 
 from corral.base.processes import processor_s
 
@@ -38,14 +38,14 @@ def resident_mib(pid: int) -> float:
 class Listener(threading.Thread):
     """Reads a view's stream as a page does, and counts what comes."""
 
-    def __init__(self, url: str, cookie: str, view: str = "fleet") -> None:
+    def __init__(self, url: str, headers: dict[str, str], view: str = "fleet") -> None:
         super().__init__(daemon=True)
-        self._address, self._cookie, self._view = urlsplit(url), cookie, view
+        self._address, self._headers, self._view = urlsplit(url), headers, view
         self._connection = http.client.HTTPConnection("127.0.0.1", self._address.port)
         self.messages = self.bytes = 0
 
     def run(self) -> None:
-        self._connection.request("GET", f"/api/{self._view}/stream", headers={"cookie": self._cookie})
+        self._connection.request("GET", f"/api/{self._view}/stream", headers=self._headers)
         answer = self._connection.getresponse()
         with contextlib.suppress(OSError, ValueError, http.client.HTTPException):  # it was closed
             while line := answer.readline():
@@ -66,13 +66,15 @@ def core_share(pid: int, seconds: float) -> float:
     return (processor_s(pid) - used) / (time.monotonic() - began)
 
 
-def enter(link: str) -> str:
+def enter(link: str) -> dict[str, str]:
+    """The headers by which the console knows who has used the link."""
     address = urlsplit(link)
     connection = http.client.HTTPConnection("127.0.0.1", address.port)
     connection.request("GET", f"/?{address.query}")
     answer = connection.getresponse()
     answer.read()
-    return str(answer.headers["set-cookie"]).partition(";")[0]
+    cookie = str(answer.headers["set-cookie"]).partition(";")[0]
+    return {"cookie": cookie, "x-corral-secret": parse_qs(address.query)["once"][0]}
 
 
 def first_paints(process: subprocess.Popen[str], link: str, loads: int = 5) -> list[float]:
@@ -114,18 +116,18 @@ def main() -> None:
                 one.serves(f"{server.url}/v1")
             assert process.stdout is not None
             said = json.loads(process.stdout.readline())
-            cookie = enter(said["link"])
+            headers = enter(said["link"])
             link = json.loads(process.stdout.readline())["link"]
-            listener = Listener(said["url"], cookie)
+            listener = Listener(said["url"], headers)
             listener.start()
             share = core_share(process.pid, given.seconds)
             listener.close()
-            watcher = Listener(said["url"], cookie, "live")
+            watcher = Listener(said["url"], headers, "live")
             watcher.start()
             live_share = core_share(process.pid, given.seconds)
             watcher.close()
             paints = first_paints(process, link)
-            listener = Listener(said["url"], cookie)
+            listener = Listener(said["url"], headers)
             listener.start()
             memory = [resident_mib(process.pid)]
             for part in range(4):

@@ -79,6 +79,7 @@ class Outcome:
     problems: list[str] = field(default_factory=list)
     before_bytes: int = 0
     after_bytes: int = 0
+    each_minute_mib: list[int] = field(default_factory=list)
 
 
 class Attack:
@@ -176,7 +177,11 @@ class Attack:
             self.wait_for(lambda: self.outcome.answered >= 2 * STREAMS, "the first answers")
             self.outcome.before_bytes = self.memory_bytes()
             ending = time.monotonic() + seconds
+            minute = time.monotonic() + 60
             while time.monotonic() < ending:
+                if time.monotonic() >= minute:
+                    minute += 60
+                    self.outcome.each_minute_mib.append(self.memory_bytes() >> 20)
                 self.do(self.chance.choices(list(ATTACKS), list(ATTACKS.values()))[0])
             answered = self.outcome.answered
             self.wait_for(lambda: self.outcome.answered >= answered + 2 * STREAMS, "answers after the attacks")

@@ -33,15 +33,17 @@ class ConsolePage:
         assert address.hostname is not None
         self._where = (address.hostname, address.port)
         self._held: list[http.client.HTTPConnection | http.client.HTTPResponse] = []
+        self._headers: dict[str, str] = {}
         entered = self._get(f"/?{address.query}")
-        self._cookie = str(entered.headers["set-cookie"]).partition(";")[0]
+        cookie = str(entered.headers["set-cookie"]).partition(";")[0]
+        self._headers = {"cookie": cookie, "x-corral-secret": address.query.partition("once=")[2]}
         entered.read()
         self._stream = self._get("/api/fleet/stream")
         self.rows: dict[str, Any] = {}
 
     def _get(self, path: str) -> http.client.HTTPResponse:
         connection = http.client.HTTPConnection(*self._where, timeout=60)
-        connection.request("GET", path, headers={"cookie": getattr(self, "_cookie", "")})
+        connection.request("GET", path, headers=self._headers)
         answer = connection.getresponse()
         self._held += [answer, connection]
         assert answer.status == 200

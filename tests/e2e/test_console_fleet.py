@@ -104,6 +104,14 @@ def test_a_failure_is_read_with_its_remedy_and_the_link_is_gone(page: Any) -> No
     picture(page, "fleet")
 
 
+def test_a_second_tab_shows_the_same(page: Any, console: Console) -> None:
+    other = page.context.new_page()
+    other.goto(console.url)  # without a link
+    expect(card(other, "llama-3.1-70b-instruct").get_by_role("alert")).to_contain_text("Out of memory")
+    expect(other.get_by_role("img", name="connected")).to_be_visible()
+    other.close()
+
+
 def test_script_in_a_name_a_node_and_a_log_stays_text(
     page: Any, console: Console, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

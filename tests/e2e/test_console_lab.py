@@ -278,8 +278,8 @@ def test_what_is_saved_is_loaded_again(lab: Lab) -> None:
     expect(page.locator(".said")).to_have_count(0)
     page.locator("input[type=file]").set_input_files(saved)
     expect(page.locator(".said")).to_have_text("Remember this.")
-    assert page.evaluate("localStorage.length") == 0
-    assert page.evaluate("Object.keys(sessionStorage)") == ["corral-secret"]  # of the link, and nothing of the work
+    assert page.evaluate("sessionStorage.length") == 0
+    assert page.evaluate("Object.keys(localStorage)") == ["corral-secret"]  # of the link, and nothing of the work
 
 
 def test_a_plan_follows_the_sliders(lab: Lab) -> None:

@@ -135,7 +135,7 @@ def test_power_and_memory_of_gpus_are_drawn_over_the_hour(page: Any) -> None:
     expect(gpus.locator("canvas")).to_have_count(2)
     expect(gpus.locator("tbody tr", has_text="NVIDIA H100").first).to_contain_text(re.compile(r"\d+ W.*of 80 GiB"))
     expect(gpus.locator(".u-legend").first).to_contain_text("GPU 3")
-    points = "async () => (await (await fetch('/api/live/gpus')).json()).figures['power 1'].length"
+    points = "async () => (await (await import('/static/net.js')).get('/api/live/gpus')).figures['power 1'].length"
     least = page.evaluate(points) + (9 if drawing() else 1)  # a chart of some seconds is no picture
     until(lambda: page.evaluate(points) >= least, "points of an hour")
     page.get_by_label("Find servers").fill("herd")

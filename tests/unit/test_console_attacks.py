@@ -114,6 +114,23 @@ def test_the_cookie_alone_starts_and_stops_nothing(clean_home: Path) -> None:
         )  # with the secret the guard lets it through
 
 
+def test_the_cookie_alone_reads_nothing_but_the_pages_files(clean_home: Path) -> None:
+    make("one", words=("up", "smollm2")).agent().course(("starting", 1), ("ready", 20))
+    with Console(ConsoleOptions(port=0)) as console:
+        cookie, other = enter(console), enter(console)
+        app: Any = console._app
+        paths = [route.path.format(name="one", id="0") for route in app._app.routes if route.path.startswith("/api/")]
+        assert "/api/fleet/stream" in paths
+        for path in (*paths, "/api/fleet/deployments/one", "/x", "/staticx", "//", ""):
+            for secret in ("", "guess", SECRETS[other], cookie.partition("=")[2]):
+                for method in ("GET", "HEAD"):
+                    found = ask(console, path or "/api", method, cookie=cookie, x_corral_secret=secret)
+                    assert found.status == 403, path
+        for path in ("/", "/static/app.js"):
+            assert ask(console, path, cookie=cookie, x_corral_secret="").status == 200
+        assert ask(console, "/api/about", cookie=cookie).status == 200  # with the secret
+
+
 def test_a_node_gets_no_cookie_of_a_browser() -> None:
     headers = [(b"cookie", b"corral_console_8765=x"), (b"accept", b"*/*")]
     request = Request(b"GET", b"/v1/models", headers, False, b"", True)

@@ -81,7 +81,8 @@ def test_a_link_is_good_once(console: Console) -> None:
     assert ask(console, path).status == 401
     pair = cookie.partition(";")[0]
     assert ask(console, path, cookie=pair).status == 200  # a reload, by who has the cookie
-    assert ask(console, "/api/about", cookie=pair).status == 200
+    token = path.partition("once=")[2]
+    assert ask(console, "/api/about", cookie=pair, x_corral_secret=token).status == 200
 
 
 def test_a_new_link_makes_the_old_one_worthless(console: Console) -> None:
@@ -122,7 +123,8 @@ def test_a_port_that_ssh_forwarded_is_fine(console: Console) -> None:
     found = ask(console, path, host="localhost:9999")
     cookie = found.headers["set-cookie"].partition(";")[0]
     assert cookie.startswith("corral_console_9999=")
-    assert ask(console, "/api/about", host="localhost:9999", cookie=cookie).status == 200
+    token = path.partition("once=")[2]
+    assert ask(console, "/api/about", host="localhost:9999", cookie=cookie, x_corral_secret=token).status == 200
 
 
 def test_a_name_that_was_allowed_is_fine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

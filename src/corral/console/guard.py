@@ -4,8 +4,9 @@ It can start and stop things, so being able to reach its port is not enough, and
 browser:
 
 - The link carries a token that is good once; whoever brings it first gets a cookie (HttpOnly, SameSite=Strict).
-- Browsers send that cookie to every port of the machine, also to a tunnel and the node behind it. What is posted
-  therefore needs the link's token too: its page keeps it in the tab's sessionStorage and sends it in a header.
+- Browsers send that cookie to every port of the machine, also to a tunnel and the node behind it. It therefore opens
+  nothing but the page's own files. Everything else needs the link's token too, in a header: the page keeps it in
+  localStorage, which a browser keeps apart by port.
 - `Host` must be a name of this machine itself, or one that was allowed: a page whose name is rebound to 127.0.0.1
   arrives with its own. The port is free, because `ssh -L` changes it.
 - `Origin`, where there is one, must be the page's own; what changes something must have it, and a JSON body.
@@ -81,7 +82,7 @@ class Tickets:
     def knows(self, session: str) -> bool:
         return _digest(session) in self._sessions
 
-    def may_change(self, session: str, token: str) -> bool:
+    def is_of_link(self, session: str, token: str) -> bool:
         """Whether the session came from the link with this token."""
         return hmac.compare_digest(self._sessions.get(_digest(session), b""), _digest(token))
 
@@ -121,11 +122,11 @@ class Guard:
             await self._app(scope, receive, _with_headers(send, _cookie(host, fresh)))
         elif not self._tickets.knows(session := _given_cookie(headers, host)):
             await _stranger(scope["path"])(scope, receive, guarded)
-        elif scope["method"] in READING or self._tickets.may_change(session, headers.get(SECRET, "")):
+        elif _is_page(scope) or self._tickets.is_of_link(session, headers.get(SECRET, "")):
             note_key(scope)
             await self._app(scope, receive, guarded)
         else:
-            error = AccessError("this tab was not opened with the console's link, and only shows.", ANOTHER_LINK)
+            error = AccessError("the request has the console's cookie, but not the token of its link.", ANOTHER_LINK)
             await refusal(error, 403)(scope, receive, guarded)
 
     def _problem(self, method: str, path: str, headers: Headers) -> Response | None:
@@ -162,6 +163,11 @@ class Guard:
             return None
         given = parse_qs(scope["query_string"].decode("latin-1")).get("once", [])
         return self._tickets.redeem(given[0]) if len(given) == 1 else None
+
+
+def _is_page(scope: Scope) -> bool:
+    """Whether only a file of the page is read: the same for everybody, and without the owner's data."""
+    return scope["method"] in READING and (scope["path"] == "/" or scope["path"].startswith("/static/"))
 
 
 def _cookie_name(host: str) -> str:

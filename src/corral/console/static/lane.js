@@ -1,7 +1,7 @@
 // One side of the Playground: a server, its settings, and the conversation with it.
 
 import { el, fill, ms, number, problem } from "/static/dom.js";
-import { answers } from "/static/answers.js";
+import { answers } from "/static/net.js";
 import { settings } from "/static/settings.js";
 import { draw, hide, piece } from "/static/tokens.js";
 
