@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from corral.base.errors import CorralError, UncountedError
 from corral.base.record import to_json
 from corral.cli import root
-from corral.plan.candidate import broken_layout
+from corral.plan.candidate import broken_layout, layouts
 from corral.plan.choose import make_plan
 from corral.plan.contract import EngineSettings, Goal, Parallel
 from corral.plan.hardware.inventory import parse_gpus
@@ -26,6 +26,7 @@ from corral.plan.kv_pool import pool_of
 from corral.plan.models import catalogue
 from corral.plan.models.facts import ModelFacts, facts_from_config, facts_from_folder, read_facts
 from corral.plan.models.weights import Tensor, is_loaded
+from corral.plan.settings import read_fixed
 from tests.unit.conftest import Corral
 
 REPOSITORY = Path(__file__).parents[2]
@@ -252,6 +253,29 @@ def test_experts_are_divided_over_all_ranks_of_an_engine() -> None:
     assert "divided over all 8 GPUs" in because["parallel.data"]
     dense = make_plan(facts("qwen3-8b"), parse_gpus("8xH100"), Goal(), {"data": 8})
     assert "independently" in next(r.because for r in dense.reasons if r.field == "parallel.data")
+
+
+@pytest.mark.parametrize(
+    ("goal", "wanted"), [("balanced", Parallel(2, 1, 4, expert=True)), ("latency", Parallel(8)),
+                         ("throughput", Parallel(1, 1, 8, expert=True))],
+)  # fmt: skip
+def test_deepseek_on_eight_h200_is_laid_out_as_the_recipes_deploy_it(goal: str, wanted: Parallel) -> None:
+    plan = make_plan(facts("deepseek-v3"), parse_gpus("8xH200"), Goal(goal=goal))
+    assert plan.parallel == wanted
+    if wanted.expert:
+        assert "--enable-expert-parallel" in plan.engine_args
+        because = {reason.field: reason.because for reason in plan.reasons}
+        assert "data-parallel ranks" in because["parallel.expert"]
+
+
+def test_stages_of_data_parallel_ranks_of_experts_are_made_only_where_they_are_set() -> None:
+    model = facts("qwen3-235b-a22b-fp8")
+    free = list(layouts(model, parse_gpus("8xH200x2"), read_fixed({})))
+    assert any(one.pipeline > 1 for one in free)
+    assert not [one for one in free if one.pipeline > 1 and one.data > 1]
+    asked = make_plan(model, parse_gpus("8xH200x2"), Goal(), {"tensor": 4, "pipeline": 2, "data": 2})
+    assert asked.fits
+    assert (asked.parallel.pipeline, asked.parallel.data) == (2, 2)
 
 
 def test_experts_of_a_dense_model_are_refused_in_a_sentence() -> None:

@@ -131,7 +131,9 @@ def over_nodes(parallel: Parallel, inventory: Inventory) -> bool:
 def layouts(model: ModelFacts, inventory: Inventory, fixed: Fixed) -> Iterator[Parallel]:
     """Splits that vLLM accepts and the inventory can hold, with as many replicas as fit, or as many as were fixed.
 
-    Experts stay whole where they were asked to, or where their width cannot be divided.
+    Experts stay whole on data-parallel ranks, as vLLM's recipes deploy them, where they were asked to, and where
+    their width cannot be divided. vLLM accepts stages of data-parallel ranks of a mixture of experts too, but all
+    ranks step together in each stage and no recipe deploys that: such splits are made only where one is set.
     """
     inside = inventory.gpus_per_node
     tensors = (
@@ -141,9 +143,10 @@ def layouts(model: ModelFacts, inventory: Inventory, fixed: Fixed) -> Iterator[P
         stages = [fixed.pipeline] if fixed.pipeline else range(1, max(1, inventory.gpus // tensor) + 1)
         for pipeline in stages:
             replicas = replicas_on(inventory, tensor, pipeline)
-            wanted = fixed.data or replicas
+            wanted = fixed.data or (min(replicas, 1) if model.experts and pipeline > 1 else replicas)
             if 1 <= wanted <= replicas:
-                ways = [fixed.expert] if fixed.expert is not None else [False, True] if model.experts else [False]
+                ways = [fixed.expert] if fixed.expert is not None else [wanted > 1, wanted == 1]
+                ways = ways if model.experts else [bool(fixed.expert)]
                 split = (Parallel(tensor, pipeline, wanted, expert) for expert in ways)
                 yield from islice((one for one in split if broken_layout(model, one) is None), 1)
 

@@ -170,7 +170,7 @@ def decide(facts: ModelFacts, inventory: Inventory, goal: Goal, fixed: Fixed, tu
         tried += _candidates(form, inventory, goal, fixed, tuning)
         fitting = [pair for pair in tried if not pair[1].problem]
         if fitting:
-            taken = _short_pipelines(_roomy(_wired(fitting, inventory, goal, fixed)), inventory, goal)
+            taken = _roomy(_short_pipelines(_wired(fitting, inventory, goal, fixed), inventory, goal), goal)
             form, chosen = max(taken, key=lambda pair: (pair[1].max_model_len, pair[1].score(goal.goal)))
             return Decision(form, chosen, tried)
         if tried and all(c.broken for _, c in tried):  # a rule that fewer bits do not mend
@@ -193,14 +193,22 @@ def _wired(
     return [pair for pair in fitting if not over_nodes(pair[1].parallel, inventory)] or fitting
 
 
-def _roomy(fitting: list[tuple[Form, Candidate]]) -> list[tuple[Form, Candidate]]:
+def _roomy(fitting: list[tuple[Form, Candidate]], goal: Goal) -> list[tuple[Form, Candidate]]:
     """Leave out splits that keep less than half the KV tokens the hardware could hold: copies of weights ate them.
 
     It also makes capacity grow with the hardware: twice the GPUs hold at least twice the most, so half of that is
-    never less than before.
+    never less than before. Where one stream comes first, copies of a latent on tensor ranks are no reason: the room
+    for the cache is compared instead.
     """
-    most = max(c.memory.kv_cache_tokens for _, c in fitting)
-    return [pair for pair in fitting if 2 * pair[1].memory.kv_cache_tokens >= most]
+
+    def kept(pair: tuple[Form, Candidate]) -> int:
+        c = pair[1]
+        if goal.goal == "latency" and pair[0].facts.latent:
+            return c.memory.kv_cache_bytes_per_gpu * c.parallel.replica_gpus * c.parallel.data
+        return c.memory.kv_cache_tokens
+
+    most = max(map(kept, fitting))
+    return [pair for pair in fitting if 2 * kept(pair) >= most]
 
 
 def _short_pipelines(

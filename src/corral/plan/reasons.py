@@ -119,7 +119,8 @@ def _layout(model: ModelFacts, chosen: Candidate, inventory: Inventory, fixed: F
 def _experts(model: ModelFacts, p: Parallel) -> str:
     if p.expert:
         cut = broken_layout(model, replace(p, expert=False))
-        because = f"; {cut.partition(';')[0]}" if cut else ""
+        usual = "; vLLM's recipes run data-parallel ranks this way" if p.data > 1 else ""
+        because = f"; {cut.partition(';')[0]}" if cut else usual
         return f"every GPU holds whole experts, {model.experts} on {p.expert_ranks} GPUs{because}"
     return f"every GPU holds a part of each expert, 1 / {p.expert_ranks} of its width"
 
