@@ -29,7 +29,7 @@ from corral.lab.bench.metrics import (
     vllm_keys,
     write_rows,
 )
-from corral.lab.bench.series import Probe, Searching, backlog_slope, passes
+from corral.lab.bench.series import Probe, Searching, backlog_slope, passes, steady_rate
 from corral.lab.bench.server_metrics import ServerDelta, sample_of
 from corral.lab.bench.spec import LoadShape, Spec, Workload, parse_goodput, parse_percentiles, parse_slos
 
@@ -277,6 +277,13 @@ def test_the_search_finds_a_known_knee_within_5_percent_in_12_probes(capacity: f
         searching.add(Probe(offered, passed, why))
     assert searching.best == pytest.approx(capacity, rel=0.05)
     assert len(searching.probes) <= 12
+
+
+def test_equal_answers_that_end_in_one_burst_do_not_start_the_search_too_high() -> None:
+    burst = [row(n, 0.0, 38_000.0 + 20 * n, 2, 500.0) for n in range(64)]  # all sent at once, done after 40 s
+    assert steady_rate(burst, 64) == pytest.approx(1.6, rel=0.05)
+    queued = [row(n, 0.0, 1000.0 * (n // 4 + 1), 2, 1.0) for n in range(64)]  # four each second
+    assert steady_rate(queued, 64) == pytest.approx(4.0, rel=0.1)
 
 
 def test_the_search_over_whole_numbers_ends_at_neighbours() -> None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from corral.base.errors import BARELY_FITS
 from corral.base.record import from_json
 from corral.plan.choose import make_plan
 from corral.plan.contract import Goal, Plan
@@ -240,3 +241,30 @@ def test_torn_and_foreign_lessons_are_left_out(home):
 def test_nothing_learned_yet(corral):
     assert "Nothing learned yet" in corral("--calibration")[1]
     assert json.loads(corral("--calibration", "--json")[1]) == {"lessons": []}
+
+
+def test_a_context_cut_to_almost_nothing_barely_fits_and_the_better_choice_comes_first(corral):
+    asked = ("llama-3.1-70b-instruct", "--gpus", "1xH100")
+    code, out, _ = corral(*asked)
+    assert code == BARELY_FITS
+    assert "barely fits" in out.splitlines()[0]
+    assert out.index("--set weights=int4") < out.index("one stream")
+    code, out, _ = corral(*asked, "--json")
+    plan = json.loads(out)
+    assert (code, plan["verdict"], plan["fits"]) == (BARELY_FITS, "barely fits", True)
+    assert "131,072" in plan["reason"]
+    better = plan["nearest"][0]
+    assert better["change"] == "--set weights=int4"
+    assert better["max_model_len"] > 10 * plan["max_model_len"]
+    assert better["throughput_tokens_per_s"] > 10 * plan["speed"]["throughput_tokens_per_s"]
+    assert corral(*asked, "--set", "weights=int4")[0] == 0
+    assert corral(*asked, "--context", "2560")[0] == 0  # what was asked for
+
+
+def test_throughput_on_a_cpu_is_judged_with_many_requests_at_once(corral, monkeypatch):
+    here = Inventory(None, 1, 1, 0, 4, 16 << 30, 12 << 30, source="probed")
+    monkeypatch.setattr("corral.deploy.profile.merging.probe", lambda: here)
+    _, out, _ = corral("smollm2", "--goal", "throughput", "--json")
+    speed = json.loads(out)["speed"]
+    assert speed["concurrency"] == 16
+    assert speed["throughput_tokens_per_s"] > 2 * speed["decode_tokens_per_s"]

@@ -22,6 +22,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 INTERRUPTED = 130
+BARELY_FITS = 12  # `plan`: it would run, with less than most uses need
 
 
 class CorralError(Exception):

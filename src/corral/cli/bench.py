@@ -17,6 +17,7 @@ import click
 from corral.base.errors import UsageError
 from corral.base.files import existing_file, write_atomic
 from corral.base.processes import terminated_as_interrupted
+from corral.base.wording import duration
 from corral.cli.bench_options import (
     arrival_options,
     load_options,
@@ -302,13 +303,21 @@ def search_command(
         line.clear()
         click.echo(f"{probe.load:9.4g}  {'meets it' if probe.passed else 'fails: ' + probe.why}", err=True)
 
+    def show_ceiling(rate: float, requests: int) -> None:
+        line.clear()
+        tell(
+            f"The server finishes about {rate:.2g} requests per second. A probe near that sends {requests:,} of them,"
+            f" which takes about {duration(requests / rate)}.",
+            err=True,
+        )
+
     with _new_folder("search", options["run_name"]) as folder:
 
         async def work() -> Any:
             async with bench:
                 return await search_limit(
                     bench, spec, slos, folder, over=over, seconds=probe_seconds, tolerance=tolerance, most=max_probes,
-                    saturate=saturate, on_probe=show,
+                    saturate=saturate, on_probe=show, on_ceiling=show_ceiling,
                 )  # fmt: skip
 
         search, done = _run(work(), line)

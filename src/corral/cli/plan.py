@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import click
 
-from corral.base.errors import CorralError, DoesNotFitError, UncountedError, UsageError
+from corral.base.errors import BARELY_FITS, CorralError, DoesNotFitError, UncountedError, UsageError
 from corral.base.home import home_dir
 from corral.base.record import dump_json, to_json
 from corral.cli.options import TokenCount
@@ -35,8 +35,8 @@ from corral.plan.settings import parse_assignments, refuse_flags
 
 
 @click.command(
-    epilog=f"--set takes {', '.join(SETTINGS)}. Exits 0 when it fits, {DoesNotFitError.exit_code} when not,"
-    f" {UncountedError.exit_code} when its size is not known."
+    epilog=f"--set takes {', '.join(SETTINGS)}. Exits 0 when it fits, {BARELY_FITS} when it barely fits,"
+    f" {DoesNotFitError.exit_code} when not, {UncountedError.exit_code} when its size is not known."
 )
 @click.argument("model", required=False)
 @click.option("--on", "on", metavar="PROFILE", envvar="CORRAL_PROFILE", help="Hardware and defaults of a profile.")
@@ -218,7 +218,11 @@ def _show_plan(question: _Question, facts: ModelFacts, inventory: Inventory, pro
         click.echo(dump_json(plan), nl=False)
     else:
         _print_plan(plan, question, profile, form)
-    return 0 if plan.fits else DoesNotFitError.exit_code
+    return _exit_code(plan)
+
+
+def _exit_code(plan: Plan) -> int:
+    return BARELY_FITS if plan.barely else 0 if plan.fits else DoesNotFitError.exit_code
 
 
 def _show_replicas(
@@ -237,7 +241,7 @@ def _show_replicas(
         click.echo("\n".join([*replica_lines(advice), ""]))
         servers = replicas if advice.form is ReplicaForm.SERVERS else 1
         _print_plan(advice.plan, question, profile, form, servers)
-    return 0 if advice.plan.fits else DoesNotFitError.exit_code
+    return _exit_code(advice.plan)
 
 
 def _refuse_flags(question: _Question, plan: Plan) -> None:

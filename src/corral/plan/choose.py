@@ -117,7 +117,10 @@ def _narrow(candidate: Candidate) -> str:
 
 
 def _found(candidate: Candidate | None, what: str, change: str) -> Nearest | None:
-    return Nearest(what, change, candidate.memory.kv_cache_tokens) if candidate else None
+    if candidate is None:
+        return None
+    memory, speed = candidate.memory, candidate.speed
+    return Nearest(what, change, memory.kv_cache_tokens, candidate.max_model_len, speed.throughput_tokens_per_s)
 
 
 @dataclass(frozen=True)
@@ -145,19 +148,39 @@ def make_plan(
     refuse_two_contexts(goal, pinned)
     made = decide(facts, inventory, goal, pinned, tuning)
     nearest: list[Nearest] = []
+
+    def ask(other: Inventory, wanted: Goal, pins: Fixed) -> Candidate | None:
+        again = decide(facts, other, wanted, pins, tuning)
+        return again.chosen if again.fits and not _lost(facts, again.chosen, wanted, pins) else None
+
     if not made.fits:
-
-        def ask(other: Inventory, wanted: Goal, pins: Fixed) -> Candidate | None:
-            again = decide(facts, other, wanted, pins, tuning)
-            return again.chosen if again.fits else None
-
         room = max([c.memory.kv_cache_tokens_per_replica - c.settings.block_size for _, c in made.tried], default=0)
         nearest = nearest_fits(ask, inventory, goal, pinned, min(room, facts.max_context), made.chosen)
+    lost = _lost(facts, made.chosen, goal, pinned) if made.fits else ""
+    if lost:
+        nearest = nearest_fits(ask, inventory, goal, pinned, 0, made.chosen)
     reasons = reasons_for(facts, made.form, made.chosen, inventory, goal, pinned, tuning)
     rejected = rejected_for(facts, made.chosen, made.tried, inventory, goal)
     judged = judge(made.form.facts, inventory, made.chosen, goal, tuning)
     doubt = tuning.draft.doubt if tuning.draft and inventory.gpu is not None else ""
-    return replace(_plan(made, inventory, goal, reasons, rejected, nearest, doubt, pinned.passed_on), judged=judged)
+    plan = replace(_plan(made, inventory, goal, reasons, rejected, nearest, doubt, pinned.passed_on), judged=judged)
+    return replace(plan, verdict="barely fits", reason=f"{plan.reason}: {lost}") if lost else plan
+
+
+_USABLE = 8192  # a shorter context than this, which nobody asked for, barely fits
+
+
+def _lost(facts: ModelFacts, chosen: Candidate, goal: Goal, fixed: Fixed) -> str:
+    """What is given up where memory cuts the context to less than most uses need; empty where nothing was."""
+    memory, context = chosen.memory, chosen.max_model_len
+    if facts.encoder or goal.context or fixed.max_model_len or context >= min(_USABLE, facts.max_context):
+        return ""
+    each = goal.prompt_tokens + goal.output_tokens
+    return (
+        f"the KV cache holds {memory.kv_cache_tokens:,} tokens, {memory.kv_cache_tokens / each:.1f} requests of"
+        f" {goal.prompt_tokens} + {goal.output_tokens}, and the context is {context:,} of the model's"
+        f" {facts.max_context:,}"
+    )
 
 
 def decide(facts: ModelFacts, inventory: Inventory, goal: Goal, fixed: Fixed, tuning: Tuning) -> Decision:

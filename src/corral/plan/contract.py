@@ -202,6 +202,8 @@ class Nearest:
     what: str
     change: str  # the options to give instead
     kv_cache_tokens: int
+    max_model_len: int = 0
+    throughput_tokens_per_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -228,9 +230,16 @@ class Plan:
     rejected: tuple[Rejected, ...] = ()
     nearest: tuple[Nearest, ...] = ()
     notes: tuple[str, ...] = field(default=())
-    verdict: str = "fits"  # fits | does not fit (memory, or too few GPUs) | cannot run as asked (a rule is broken)
+    # fits | barely fits (it runs, and `reason` says what is lost) | does not fit (memory, or too few GPUs)
+    # | cannot run as asked (a rule is broken)
+    verdict: str = "fits"
     warnings: tuple[str, ...] = ()  # what was asked for, and will hurt
     judged: tuple[Judged, ...] = ()  # what vLLM offers beside, and when it pays
+
+    @property
+    def barely(self) -> bool:
+        """Whether it runs, and memory leaves less than most uses need."""
+        return self.verdict == "barely fits"
 
     @property
     def seats(self) -> int:

@@ -143,7 +143,7 @@ def predict_cpu(model: ModelFacts, rates: Rates, settings: EngineSettings, goal:
     """Speeds of one plan on a CPU."""
     costs = CpuCosts()
     step = _Step(model, rates, costs, model.kv_bytes_per_token(DTYPE_BYTES.get(rates.format.format, 2.0)))
-    running = max(1, min(goal.concurrency or 1, settings.max_num_seqs))
+    running = max(1, min(goal.concurrency or _RUNNING[goal.goal], settings.max_num_seqs))
     chunk = settings.max_num_batched_tokens
     prefill = chunk / step.prefill(chunk, goal.prompt_tokens)
     alone = step.decode(1, goal.prompt_tokens + goal.output_tokens / 2)
@@ -166,6 +166,7 @@ _KV_MOST = 4 * GIB
 # vLLM's own default here; twice the tokens/s of 32 at once with SmolLM2 on two cores (docs/measurements/batches.md)
 _SEQS = 128
 _LATENCY_SEQS = 16
+_RUNNING = {"latency": 1, "balanced": 1, "throughput": 16}  # requests at once, where the load names no number
 
 
 def work_out_cpu(

@@ -102,6 +102,9 @@ class DeployDecision:
         precision, parser = self.plan.precision, self.tool_arguments[-1:]
         because = next((r.because for r in self.plan.reasons if r.field == "precision.weights"), "")
         notes = [self.inventory.note] if self.inventory.note else []
+        if self.plan.barely:
+            better = "; ".join(f"{near.what} ({near.change})" for near in self.plan.nearest)
+            notes.append(f"warning: barely fits: {self.plan.reason}" + (f"; better: {better}" if better else ""))
         notes += [f"warning: {warning}" for warning in self.plan.warnings]
         notes += [f"tool calls are read by vLLM's parser {name}; --no-tools switches them off" for name in parser]
         if self.inventory.gpu is None and precision.weights != self.plan.model.weights:

@@ -234,20 +234,21 @@ async def search_limit(
     most: int = 12,
     saturate: int = 64,
     on_probe: Callable[[Probe, Finished], None] | None = None,
+    on_ceiling: Callable[[float, int], None] | None = None,
 ) -> tuple[Searching, list[Finished]]:
-    """Find the highest rate (or concurrency) that meets every service level; every probe is a saved run."""
+    """Find the highest rate (or concurrency) that meets every service level; every probe is a saved run.
+
+    `on_ceiling` is told what the saturated server finished per second, and how many requests a probe near it sends.
+    """
     _refuse_unjudgeable(base, slos)
     series = _SeriesFolder("search", folder)
-    wanted = tuple(sorted({*base.percentiles, *(slo.percentile for slo in slos), 99.0}))
-    base = replace(base, percentiles=wanted)
+    base = replace(base, percentiles=tuple(sorted({*base.percentiles, *(slo.percentile for slo in slos), 99.0})))
     done: list[Finished] = []
     if over == "rate":
-        load = LoadShape(concurrency=saturate, seconds=seconds)
-        count = max(saturate * 4, min(base.workload.num_prompts, 4000))
-        first = replace(base, load=load, workload=replace(base.workload, num_prompts=count))
-        done.append(await series.measure(bench, first))
-        # at the beginning and the end less is finished: the steady middle shows what the server can do
-        searching = Searching(_steady_rate(done[0]), tolerance, most - 1)
+        ceiling = await _saturated_rate(series, bench, base, seconds, saturate, done)
+        searching = Searching(ceiling, tolerance, most - 1)
+        if on_ceiling is not None:
+            on_ceiling(ceiling, probe_requests(slos, ceiling, seconds))
     else:
         searching = Searching(float(saturate), tolerance, most, whole=True)
     while (offered := searching.next()) is not None:
@@ -263,14 +264,32 @@ async def search_limit(
     return searching, done
 
 
-def _steady_rate(finished: Finished) -> float:
-    """Requests finished per second between the first and the last tenth of the answers."""
-    ends = sorted(row.done_ns for row in finished.rows if row.ok)
+async def _saturated_rate(
+    series: _SeriesFolder, bench: Bench, base: Spec, seconds: float, saturate: int, done: list[Finished]
+) -> float:
+    """Requests that the server finishes per second with `saturate` at once: at the beginning and the end less is
+    finished, and the steady middle shows what it can do. The run is added to `done`.
+    """
+    load = LoadShape(concurrency=saturate, seconds=seconds)
+    count = max(saturate * 4, min(base.workload.num_prompts, 4000))
+    first = replace(base, load=load, workload=replace(base.workload, num_prompts=count))
+    done.append(await series.measure(bench, first))
+    return steady_rate(done[0].rows, saturate) or max(done[0].run.summary.request_throughput, 0.01)
+
+
+def steady_rate(rows: Sequence[RequestRow], at_once: int) -> float | None:
+    """Requests finished per second between the first and the last tenth of the answers, and at most what `at_once`
+    requests of their mean duration allow: equal answers end together, and their ends alone show no rate.
+    """
+    done = [row for row in rows if row.ok]
+    ends = sorted(row.done_ns for row in done)
     cut = len(ends) // 10
     inner = ends[cut : len(ends) - cut] if len(ends) >= 50 else ends
     if len(inner) < 2 or inner[-1] == inner[0]:
-        return max(finished.run.summary.request_throughput, 0.01)
-    return (len(inner) - 1) / ((inner[-1] - inner[0]) / 1e9)
+        return None
+    by_ends = (len(inner) - 1) / ((inner[-1] - inner[0]) / 1e9)
+    mean_s = sum(row.done_ns - row.sent_ns for row in done) / len(done) / 1e9
+    return min(by_ends, min(at_once, len(done)) / mean_s) if mean_s > 0 else by_ends
 
 
 def _probe_spec(base: Spec, slos: Sequence[Slo], over: str, offered: float, seconds: float, number: int) -> Spec:

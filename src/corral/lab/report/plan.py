@@ -94,11 +94,15 @@ def plan_lines(
 ) -> Iterator[str]:
     """The plan, top to bottom: verdict, split, memory, speed, what else was considered, how to start it."""
     columns = reading_width()
-    verdict = click.style(plan.verdict, fg="green" if plan.fits else "red", bold=True)
+    colour = "yellow" if plan.barely else "green" if plan.fits else "red"
+    verdict = click.style(plan.verdict, fg=colour, bold=True)
     yield f"{click.style(plan.model.name, bold=True)} on {plan.inventory.label}: {verdict}"
     yield ""
-    if not plan.fits:
+    if not plan.fits or plan.barely:
         yield from _row("why", plan.reason, columns)
+    if plan.barely:
+        yield from _nearest(plan, columns)
+        yield ""
     if plan.verdict != "cannot run as asked":
         yield from _shape(plan, columns)
     if plan.fits:
@@ -113,16 +117,26 @@ def plan_lines(
             yield from _row("" if i else "not taken", f"{row.what}: {row.because}", columns)
         if len(plan.rejected) > 5:
             yield from _row("", f"… and {len(plan.rejected) - 5} more: --explain, --compare", columns)
-    if plan.nearest:
+    if plan.nearest and not plan.barely:
         yield ""
-        heading = "would fit" if plan.verdict == "does not fit" else "would run"
-        for i, near in enumerate(plan.nearest):
-            yield from _row("" if i else heading, f"{near.what}  ({near.change})", columns)
+        yield from _nearest(plan, columns)
     if plan.fits:
         yield ""
         start = up_command(plan, model, asked, profile, replicas)
         yield f"  {'start it':<{_LABEL}}{start}"  # not wrapped: made to be copied
         yield f"  {'or by hand':<{_LABEL}}{vllm_command(plan, asked.rest)}"
+
+
+def _nearest(plan: Plan, columns: int) -> Iterator[str]:
+    """What would fit, with the options to give; beside a plan that barely fits also what it gains."""
+    heading = {"does not fit": "would fit", "barely fits": "better"}.get(plan.verdict, "would run")
+    now = plan.speed.throughput_tokens_per_s
+    for i, near in enumerate(plan.nearest):
+        text, speed = near.what, near.throughput_tokens_per_s
+        if plan.barely:
+            times = f" and {speed / now:.1f} × the tokens/s" if speed and now else ""
+            text += f": a context of {near.max_model_len:,}{times}"
+        yield from _row("" if i else heading, f"{text}  ({near.change})", columns)
 
 
 def _shape(plan: Plan, columns: int) -> Iterator[str]:
