@@ -8,9 +8,13 @@ from types import SimpleNamespace
 import pytest
 
 from corral.base.errors import UsageError
+from corral.plan.candidate import over_nodes
+from corral.plan.choose import make_plan
+from corral.plan.contract import Goal, Parallel
 from corral.plan.hardware import inventory as hardware
 from corral.plan.hardware.inventory import GPUS, LINKS, find_gpu, parse_gpus, probe
 from corral.plan.hardware.probe import Seen, cpu_facts, gpu_facts
+from corral.plan.models.facts import read_facts
 
 
 @pytest.mark.parametrize(
@@ -75,10 +79,37 @@ def test_table_is_sane():
     for gpu in GPUS.values():
         assert 10 < gpu.memory_gib < 300
         assert gpu.bandwidth_gb_s > 250
+        assert gpu.box_gb >= gpu.memory_gib
         assert gpu.fp8_tflops in (0, pytest.approx(2 * gpu.bf16_tflops, rel=0.03))
         assert all(name == name.lower() for name in gpu.driver_names)
         assert find_gpu(gpu.kind) is gpu
         assert all(find_gpu(name) is gpu for name in gpu.driver_names)
+
+
+@pytest.mark.parametrize(
+    ("kind", "box"),
+    [("H100-SXM", 80), ("H100-NVL", 94), ("H20", 96), ("H200", 141), ("GH200-144", 144), ("B200", 192), ("B300", 288),
+     ("MI300X", 192), ("MI325X", 256), ("T4", 16), ("RTX-PRO-6000", 96), ("A10", 24), ("L40S", 48)],
+)  # fmt: skip
+def test_size_on_the_box(kind, box):
+    assert GPUS[kind].box_gb == box
+
+
+def test_nvlink_joins_the_nodes_of_a_rack():
+    trays = parse_gpus("4xGB200", nodes=2)
+    assert trays.joined == 8
+    assert not over_nodes(Parallel(8), trays)
+    assert parse_gpus("4xGB200", nodes=36).joined == 72
+    assert over_nodes(Parallel(16), parse_gpus("8xB200", nodes=2))
+
+
+def test_tensor_ranks_of_a_rack_do_not_wait_for_the_network():
+    model = read_facts("llama-3.1-405b")
+
+    def one_stream(gpus):
+        return make_plan(model, parse_gpus(gpus, nodes=2), Goal(), {"tensor": 8}).speed.decode_tokens_per_s or 0.0
+
+    assert one_stream("4xGB200") > 1.1 * one_stream("4xB200") > 0
 
 
 def _root(tmp_path: Path, files: dict[str, str]) -> Path:

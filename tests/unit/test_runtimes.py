@@ -73,6 +73,35 @@ def job(runtime: Runtime, place: Path | str = "/place", **changes: Any) -> Engin
     return EngineCommand(**fields)
 
 
+def rocm(name: str, **options: object) -> tuple[str, list[str], str]:
+    """The image, the words and the script of a rank with AMD GPUs."""
+    runtime = make_runtime(name, options, NodeSide("/place/corral", "rocm", PINNED_VERSION))
+    argv = runtime.wrap(job(runtime, gpus=8)).argv
+    return runtime.image, list(argv), argv[2]
+
+
+def test_amd_gpus_in_containers() -> None:
+    image, words, script = rocm("docker")
+    assert image == f"vllm/vllm-openai-rocm:v{PINNED_VERSION}"
+    assert {"--device=/dev/kfd", "--device=/dev/dri", "--ipc=host"} <= set(words)
+    assert "--gpus" not in words
+    assert "--group-add" in script
+    _, words, _ = rocm("docker", gpus="2,3")
+    assert "--env=HIP_VISIBLE_DEVICES=2,3" in words
+    image, words, script = rocm("podman")
+    assert image.startswith("docker.io/vllm/vllm-openai-rocm:")
+    assert "keep-groups" in script
+    assert not any("nvidia" in word for word in words)
+    assert "--rocm" in rocm("apptainer")[1]
+    assert "--nv" not in rocm("apptainer")[1]
+
+
+def test_nothing_corral_installs_runs_on_amd_gpus() -> None:
+    with pytest.raises(UsageError, match="not for rocm") as refused:
+        make_runtime("managed", {}, NodeSide("/place/corral", "rocm", PINNED_VERSION))
+    assert "--runtime docker" in (refused.value.remedy or "")
+
+
 # ----------------------------------------------------------------------------------------------------- the contract
 def test_every_row_is_tested() -> None:
     assert set(LEAST) == set(RUNTIMES)
@@ -171,7 +200,7 @@ def test_an_unknown_runtime_is_answered_with_the_known() -> None:
         ("module", {"load": ["--force"]}, "is not the name of a module"),
         ("module", {"load": [], "inside": "module"}, "cannot be 'module'"),
         ("module", {"load": [], "inside": "venv", "options": {"paht": "/x"}}, "unknown key 'paht'"),
-        ("docker", {}, "image is for NVIDIA GPUs"),
+        ("docker", {}, "images are for NVIDIA and AMD GPUs"),
         ("docker", {"image": "i", "ipc": "hots"}, "ipc cannot be"),
         ("docker", {"image": "i", "gpus": "two"}, "gpus cannot be"),
         ("docker", {"image": "i", "mounts": ["data"]}, "is not a mount"),

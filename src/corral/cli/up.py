@@ -92,7 +92,7 @@ FIRST_QUESTION = "What is the capital of France?"
 @click.option("--bind", metavar="ADDRESS", help="Address to listen on (default: this machine's own, 127.0.0.1).")
 @click.option("--port", type=click.IntRange(1, 65535), help="Port (default: 8000, or a free one when it is taken).")
 @click.option(
-    "--flavour", type=click.Choice(["cpu", "cuda"]), help="Engine build (default: cuda where there is a GPU)."
+    "--flavour", type=click.Choice(["cpu", "cuda", "rocm"]), help="Engine build (default: the GPUs', or cpu)."
 )
 @click.option(
     "--link", type=click.Choice(["auto", "native", "ray"]), help="How several nodes are joined (default: auto)."

@@ -124,8 +124,8 @@ def replicas_on(inventory: Inventory, tensor: int, pipeline: int) -> int:
 
 
 def over_nodes(parallel: Parallel, inventory: Inventory) -> bool:
-    """Whether the tensor ranks of one stage sit on several nodes."""
-    return parallel.tensor > inventory.gpus_per_node
+    """Whether the tensor ranks of one stage sit on several nodes that NVLink does not join."""
+    return parallel.tensor > inventory.joined
 
 
 def layouts(model: ModelFacts, inventory: Inventory, fixed: Fixed) -> Iterator[Parallel]:

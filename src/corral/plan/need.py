@@ -72,8 +72,8 @@ def needs(model: ModelFacts, goal: Goal, kinds: tuple[str, ...] = (), tuning: Tu
     rows = []
     for kind in kinds or tuple(GPUS):
         gpu = GPUS[kind]
-        if gpu.half != "bf16" and not kinds:
-            continue  # old kinds only when asked for
+        if not kinds and (gpu.half != "bf16" or not gpu.common):
+            continue  # old kinds, and variants, only when asked for
         for weights in dict.fromkeys((model.weights, "fp8", "int4")):
             found = _smallest(model, gpu, weights, replace(goal, context=context), tuning or Tuning())
             if found is not None:

@@ -91,7 +91,7 @@ def _machine(
     reduce_s = e.reduce_s if gpu.nvlink else e.reduce_pcie_s
     link = gpu.link_gb_s
     hop = e.hop_s
-    if together > inventory.gpus_per_node:  # they are on several nodes
+    if together > inventory.joined:  # they are on several nodes
         between = LINKS[inventory.link]
         reduce_s += 3 * between.latency_s
         # NCCL's rings use every adapter of a node: 85 to 96 of 100 GB/s were seen with four of HDR (nccl-tests 119)

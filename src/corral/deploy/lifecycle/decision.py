@@ -238,12 +238,13 @@ def _plan(source: ModelSource, inventory: Inventory, request: DeployRequest, ver
 
 
 def _flavour(request: DeployRequest, inventory: Inventory) -> str:
-    flavour = request.flavour or ("cuda" if inventory.gpu else "cpu")
-    if flavour not in FLAVOURS:
-        raise UsageError(f"there is no engine flavour {flavour!r}.", f"Known: {', '.join(FLAVOURS)}.")
-    if flavour == "cuda" and not inventory.gpu:
+    here = (inventory.kind.flavour if inventory.kind else "cuda") if inventory.gpu else "cpu"
+    flavour = request.flavour or here
+    if flavour not in (*FLAVOURS, "rocm"):
+        raise UsageError(f"there is no engine flavour {flavour!r}.", f"Known: {', '.join((*FLAVOURS, 'rocm'))}.")
+    if flavour not in ("cpu", here):
         raise UsageError(
-            "this machine has no GPU that the CUDA engine could use.", "Use --flavour cpu of `corral up`."
+            f"there is no GPU that the {flavour} engine could use.", f"Use --flavour {here} of `corral up`."
         )
     return flavour
 

@@ -30,6 +30,7 @@ for name in HF_TOKEN HUGGING_FACE_HUB_TOKEN OPENAI_API_KEY VLLM_API_KEY; do
     unset "APPTAINERENV_$name" "SINGULARITYENV_$name"
 done
 [ -z "${CUDA_VISIBLE_DEVICES+set}" ] || export APPTAINERENV_CUDA_VISIBLE_DEVICES="$CUDA_VISIBLE_DEVICES"
+[ -z "${ROCR_VISIBLE_DEVICES+set}" ] || export APPTAINERENV_ROCR_VISIBLE_DEVICES="$ROCR_VISIBLE_DEVICES"
 export APPTAINERENV_CORRAL_LAUNCH="$CORRAL_LAUNCH" APPTAINERENV_TMPDIR=/tmp
 gone=
 trap 'gone=1; kill -TERM "$!"' TERM
@@ -46,7 +47,7 @@ exit "$code"
 class ApptainerOptions(ImageOptions):
     """What the user says about Apptainer; its images are .sif files, or docker://…."""
 
-    gpus: bool | None = None  # NVIDIA's libraries from the host (--nv); default: when the plan has GPUs
+    gpus: bool | None = None  # the host's GPUs (--nv, or --rocm for AMD); default: when the plan has GPUs
     mounts: tuple[str, ...] = ()  # "/data", "/data:/inside", "/data:/inside:rw"
     args: tuple[str, ...] = ()  # further words for `apptainer exec`
     program: str = "apptainer"  # or "singularity"
@@ -88,7 +89,8 @@ class ApptainerRuntime(InImage):
         inside = {f"APPTAINERENV_{key}": value for key, value in env.items() if key not in KEPT_OUT}
         outside = {key: value for key, value in env.items() if key not in KEPT_OUT | CLIENTS_OWN}
         words = ["--cleanenv", "--no-home", "--home", f"{cache}/home", "--pwd", job.cwd]
-        words += ["--nv"] if (job.gpus if self.options.gpus is None else self.options.gpus) else []
+        libraries = "--rocm" if self.node.flavour == "rocm" else "--nv"
+        words += [libraries] if (job.gpus if self.options.gpus is None else self.options.gpus) else []
         for mount in mounts_of(job, cache, self.options.mounts):
             words += ["--mount", mount.as_argument()]
         argv = ("sh", "-c", ENTER, "corral-apptainer", self.options.program, cache)

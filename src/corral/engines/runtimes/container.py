@@ -36,7 +36,8 @@ from corral.engines.runtimes.ray import REQUIREMENT, refuse_other_ray
 # variables that the client itself would take for its own: given with their value, which is no secret
 CLIENTS_OWN = frozenset({"HOME", "PATH", "TMPDIR", "LD_LIBRARY_PATH", "LD_PRELOAD", "DOCKER_HOST", "CONTAINER_HOST"})
 # set on the node by a scheduler or by the agent; a name without a value there is left out by the client
-FROM_THE_NODE = ("CORRAL_LAUNCH", "CUDA_VISIBLE_DEVICES", "LOGNAME", "USER")
+FROM_THE_NODE = ("CORRAL_LAUNCH", "LOGNAME", "USER")
+VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "cpu": "CUDA_VISIBLE_DEVICES", "rocm": "ROCR_VISIBLE_DEVICES"}
 
 # $1: client, $2: container's name, $3: owner's label, $4: cache folder; then the client's own words.
 BEGIN = """\
@@ -48,6 +49,14 @@ ended=$("$client" ps -aq --filter "name=^$name\\$" --filter "label=corral.owner=
 [ -z "$ended" ] || "$client" rm $ended >/dev/null
 USER=${USER:-$(id -un)} LOGNAME=${LOGNAME:-$(id -un)}; export USER LOGNAME
 """
+# AMD's devices belong to groups whose numbers differ between machines, and which the image may not have by name
+AMD_GROUPS = """\
+for group in video render; do
+    number=$(getent group "$group" | cut -d: -f3)
+    [ -z "$number" ] || set -- --group-add "$number" "$@"
+done
+"""
+AMD_DEVICES = ("--device=/dev/kfd", "--device=/dev/dri", "--security-opt=seccomp=unconfined")
 RDMA = '[ ! -e /dev/infiniband ] || set -- --device=/dev/infiniband "$@"\n'
 END = 'exec "$client" run "$@"\n'
 
@@ -122,9 +131,11 @@ def _digest(*parts: str) -> str:
 
 def default_image(node: NodeSide, prefix: str = "") -> str:
     """vLLM's own image of the pinned version; there is none for CPUs under that name."""
+    if node.flavour == "rocm":
+        return f"{prefix}vllm/vllm-openai-rocm:v{node.version}"
     if node.flavour != "cuda":
         raise UsageError(
-            "vLLM's own image is for NVIDIA GPUs, and this machine has none.",
+            "vLLM's own images are for NVIDIA and AMD GPUs, and this machine has none.",
             "Name an image with vLLM for CPUs (image in [runtime] of a profile, or --runtime-option image=… of "
             "`corral up`), or use the runtime managed.",
         )
@@ -133,7 +144,7 @@ def default_image(node: NodeSide, prefix: str = "") -> str:
 
 def version_of_image(image: str) -> str:
     """The version that an official image's tag states; empty for any other image."""
-    match = re.search(r"(?:^|/)vllm/vllm-openai:v(\d+\.\d+\.\d+)$", image)
+    match = re.search(r"(?:^|/)vllm/vllm-openai(?:-rocm)?:v(\d+\.\d+\.\d+)$", image)
     return match.group(1) if match else ""
 
 
@@ -222,6 +233,10 @@ class ContainerRuntime(InImage):
         """Shell text that puts `--user` before the client's words, for files that are the user's own."""
         raise NotImplementedError
 
+    def group_line(self) -> str:
+        """Shell text that puts the groups of AMD's devices before the client's words."""
+        return AMD_GROUPS
+
     def init_line(self) -> str:
         """Shell text that puts `--init` before the client's words where it can be had."""
         raise NotImplementedError
@@ -239,10 +254,15 @@ class ContainerRuntime(InImage):
         run, name, cache = f"{job.launch_id}.{job.rank}", container_name(job, self.node.home), self._cache
         env = {**kept_caches(self.node.home, self._cache_name), **job.env}
         script = BEGIN + (RDMA if self._rdma(job) and not self.options.privileged else "")
+        script += self.group_line() if self._amd_gpus(job) else ""
         script += self.user_line() if self.options.user == "self" else ""
         script += (self.init_line() if self.options.init is None else "") + END
         argv = ("sh", "-c", script, f"corral-{self.name}", self.program, name, _digest(self.node.home), cache)
-        words = [*self._fixed_words(job, name, run), *self._hardware_words(job), *_env_words(env, cache)]
+        words = [
+            *self._fixed_words(job, name, run),
+            *self._hardware_words(job),
+            *_env_words(env, cache, self.node.flavour),
+        ]
         for mount in mounts_of(job, cache, self.options.mounts):
             words += ["--mount", mount.as_argument()]
         words += [*self.options.args, "--entrypoint", job.argv[0], self.run_image, *job.argv[1:]]
@@ -280,10 +300,19 @@ class ContainerRuntime(InImage):
         words += ["--user", self.options.user] if self.options.user not in ("self", "image") else []
         return words
 
+    def _gpus(self, job: EngineCommand) -> str:
+        return self.options.gpus or ("all" if job.gpus else "none")
+
+    def _amd_gpus(self, job: EngineCommand) -> bool:
+        return self.node.flavour == "rocm" and self._gpus(job) != "none"
+
     def _hardware_words(self, job: EngineCommand) -> list[str]:
         options = self.options
-        gpus = options.gpus or ("all" if job.gpus else "none")
-        words = self.gpu_words(gpus) if gpus != "none" else ["--cap-add=SYS_NICE"]  # the CPU engine binds memory
+        gpus = self._gpus(job)
+        if self._amd_gpus(job):
+            words = [*AMD_DEVICES, *([f"--env=HIP_VISIBLE_DEVICES={gpus}"] if gpus != "all" else [])]
+        else:
+            words = self.gpu_words(gpus) if gpus != "none" else ["--cap-add=SYS_NICE"]  # the CPU engine binds memory
         words += [f"--shm-size={options.shm_size}"] if options.shm_size else []
         words += ["--ipc=host"] if options.ipc == "host" and not options.shm_size else []
         words += ["--privileged"] if options.privileged else []
@@ -331,10 +360,10 @@ class ContainerRuntime(InImage):
         )
 
 
-def _env_words(env: Mapping[str, str], cache: str) -> list[str]:
+def _env_words(env: Mapping[str, str], cache: str, flavour: str) -> list[str]:
     own = {"TMPDIR": "/tmp", **env, "HOME": f"{cache}/home"}  # noqa: S108 - the container's own
     by_value = sorted(name for name in own if name in CLIENTS_OWN)
-    by_name = sorted({*own, *FROM_THE_NODE} - {*by_value})
+    by_name = sorted({*own, *FROM_THE_NODE, VISIBLE_DEVICES[flavour]} - {*by_value})
     words = [word for name in by_value for word in ("--env", f"{name}={own[name]}")]
     return words + [word for name in by_name for word in ("--env", name)]
 

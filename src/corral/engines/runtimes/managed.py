@@ -34,6 +34,11 @@ class ManagedRuntime:
             raise UsageError(
                 f"the managed runtime takes no options, and was given {next(iter(options))!r}.", "Leave it out."
             )
+        if node.flavour not in engines.FLAVOURS:
+            raise UsageError(
+                f"the managed runtime has vLLM for {' and '.join(engines.FLAVOURS)}, not for {node.flavour}.",
+                "Use vLLM's own image (--runtime docker, podman or apptainer), or your installation (venv, module).",
+            )
         engine = engines.find(node.flavour, node.version) or engines.expected(node.flavour, node.version)
         return cls(engine, node.home)
 

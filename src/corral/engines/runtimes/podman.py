@@ -37,5 +37,8 @@ class PodmanRuntime(ContainerRuntime):
     def user_line(self) -> str:
         return 'set -- --user 0:0 "$@"\n'
 
+    def group_line(self) -> str:
+        return 'set -- --group-add keep-groups "$@"\n'  # rootless Podman maps no other groups
+
     def init_line(self) -> str:
         return INIT_LINE

@@ -21,7 +21,7 @@ from corral.base.errors import UsageError
 from corral.base.record import nearest
 
 GIB = 1 << 30
-_BOX_SIZES_GB = (16, 24, 32, 40, 48, 80, 94, 141, 180, 192)
+_BOX_SIZES_GB = (16, 24, 32, 40, 48, 80, 94, 96, 141, 144, 192, 256, 288)
 
 # The flags that decide in which number format a CPU multiplies quickly; the many others change nothing here.
 _TELLING = {
@@ -119,6 +119,8 @@ class Gpu:
     nvlink: bool
     driver_names: tuple[str, ...]  # how drivers name it, in lower case, longest first
     half: str = "bf16"  # the 16-bit type it computes in
+    nvlink_domain: int = 0  # GPUs that NVLink joins beyond the node: 72 of a GB200 rack
+    common: bool = True  # listed where nobody named a kind
 
     @property
     def memory_bytes(self) -> int:
@@ -126,10 +128,19 @@ class Gpu:
 
     @property
     def box_gb(self) -> int:
-        """The size on the box, in 10^9 bytes: 80 for an H100."""
-        return min(_BOX_SIZES_GB, key=lambda size: abs(size - self.memory_bytes / 1e9))
+        """The size on the box: 80 for an H100, of which CUDA reports 79.1 GiB."""
+        return next(size for size in _BOX_SIZES_GB if size >= self.memory_gib)
+
+    @property
+    def flavour(self) -> str:
+        """The build of vLLM that runs on it."""
+        return "rocm" if "amd" in self.driver_names[0] else "cuda"
 
 
+_PRO_6000 = tuple(
+    f"nvidia rtx pro 6000 blackwell {edition}"
+    for edition in ("max-q workstation edition", "workstation edition", "server edition")
+)
 _TABLE = (
     #   kind         GiB    GB/s  bf16  fp8   int8  link   cc  NVLink
     Gpu("A10", 22.06, 600, 125, 0, 250, 32, 8.6, False, ("nvidia a10g", "nvidia a10")),
@@ -142,12 +153,21 @@ _TABLE = (
     Gpu("H100-SXM", 79.10, 3350, 989, 1979, 1979, 450, 9.0, True, ("nvidia h100 80gb hbm3",)),
     Gpu("H100-PCIe", 79.10, 2039, 756, 1513, 1513, 64, 9.0, False, ("nvidia h100 pcie",)),
     Gpu("H100-NVL", 93.10, 3938, 835, 1671, 1671, 300, 9.0, True, ("nvidia h100 nvl",)),
+    Gpu("H20", 95.10, 4000, 148, 296, 296, 450, 9.0, True, ("nvidia h20",), common=False),
+    Gpu("GH200-96", 95.10, 4000, 989, 1979, 1979, 450, 9.0, True, ("nvidia gh200 480gb",), common=False),
+    Gpu("GH200-144", 142.70, 4900, 989, 1979, 1979, 450, 9.0, True, ("nvidia gh200 144g hbm3e",), common=False),
     Gpu("H200", 139.80, 4800, 989, 1979, 1979, 450, 9.0, True, ("nvidia h200",)),
     Gpu("B200", 178.35, 7700, 2250, 4500, 4500, 900, 10.0, True, ("nvidia b200",)),
+    Gpu("B300", 267.25, 7750, 2250, 4500, 153, 900, 10.3, True, ("nvidia b300 sxm6 ac", "nvidia b300")),
+    Gpu("GB200", 184.10, 8000, 2500, 5000, 5000, 900, 10.0, True, ("nvidia gb200",), nvlink_domain=72, common=False),
+    Gpu("GB300", 276.16, 8000, 2500, 5000, 165, 900, 10.3, True, ("nvidia gb300",), nvlink_domain=72, common=False),
     Gpu("MI300X", 191.98, 5300, 1307, 2615, 2615, 448, 0.0, True, ("amd instinct mi300x",)),
+    Gpu("MI325X", 255.98, 6000, 1307, 2615, 2615, 448, 0.0, True, ("amd instinct mi325x",), common=False),
+    Gpu("MI355X", 287.98, 8000, 2516, 5033, 5033, 538, 0.0, True, ("amd instinct mi355x",)),
     Gpu("RTX-3090", 23.69, 936, 71, 0, 284, 16, 8.6, False, ("nvidia geforce rtx 3090",)),
     Gpu("RTX-4090", 23.64, 1008, 165, 330, 660, 16, 8.9, False, ("nvidia geforce rtx 4090",)),
     Gpu("RTX-5090", 31.36, 1792, 210, 419, 838, 32, 12.0, False, ("nvidia geforce rtx 5090",)),
+    Gpu("RTX-PRO-6000", 95.11, 1792, 468, 936, 936, 64, 12.0, False, _PRO_6000),
     Gpu("T4", 14.56, 320, 65, 0, 130, 16, 7.5, False, ("tesla t4", "nvidia t4"), "fp16"),
     Gpu("V100-16", 15.77, 900, 125, 0, 0, 150, 7.0, True, ("tesla v100-sxm2-16gb",), "fp16"),
     Gpu("V100-32", 31.74, 900, 125, 0, 0, 150, 7.0, True, ("tesla v100-sxm2-32gb",), "fp16"),
@@ -160,6 +180,8 @@ _ALIASES = {
     "h100": "H100-SXM", "h100-80": "H100-SXM", "h100-80gb": "H100-SXM", "h100-sxm5": "H100-SXM",
     "h200-sxm": "H200", "3090": "RTX-3090", "4090": "RTX-4090", "5090": "RTX-5090",
     "rtx3090": "RTX-3090", "rtx4090": "RTX-4090", "rtx5090": "RTX-5090", "v100": "V100-16", "mi300": "MI300X",
+    "mi325": "MI325X", "mi355": "MI355X", "gh200": "GH200-96", "gh200-480gb": "GH200-96",
+    "rtxpro6000": "RTX-PRO-6000", "rtx-pro-6000-blackwell": "RTX-PRO-6000",
 }  # fmt: skip
 
 
@@ -215,6 +237,12 @@ class Inventory:
     def kind(self) -> Gpu | None:
         """The table's row, or None for a CPU or a GPU nobody described."""
         return GPUS.get(self.gpu or "")
+
+    @property
+    def joined(self) -> int:
+        """GPUs that the links inside a node, or NVLink between nodes, join."""
+        domain = self.kind.nvlink_domain if self.kind else 0
+        return max(self.gpus_per_node, min(self.gpus, domain))
 
     @property
     def label(self) -> str:
