@@ -39,6 +39,10 @@ class Lab:
     complaints: list[str]
 
     def open(self, where: str) -> Any:
+        """A view as it is opened the first time: without the conversation of the test before."""
+        self.page.goto("about:blank")
+        self.page.goto(f"{self.url}/#/runs")  # where no playground is open that would keep it again
+        self.page.evaluate("sessionStorage.removeItem('corral-play')")
         self.page.goto("about:blank")
         self.page.goto(f"{self.url}/#/{where}")
         return self.page
@@ -102,14 +106,15 @@ def lab(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]
             console.communicate(timeout=120)
 
 
-def ask(page: Any, text: str, lanes: int = 1) -> None:
+def ask(page: Any, text: str, answers: int = 1) -> None:
     page.get_by_label("Prompt", exact=True).fill(text)
     page.get_by_role("button", name="Send").click()
-    expect(page.locator(".answered p", has_text="ended by")).to_have_count(lanes)
+    expect(page.locator(".answered p", has_text="ended by")).to_have_count(answers)
 
 
 def test_a_chat_is_streamed_coloured_and_branched(lab: Lab) -> None:
     page = lab.open("play")
+    page.get_by_label("Probabilities").select_option("5")
     ask(page, "Tell me of Tokyo.")
     tokens = page.locator(".answer .token[role=button]")
     expect(tokens.nth(3)).to_be_visible()
@@ -138,6 +143,7 @@ def test_a_chat_is_streamed_coloured_and_branched(lab: Lab) -> None:
 
 def test_alternatives_are_reached_by_keys(lab: Lab) -> None:
     page = lab.open("play")
+    page.get_by_label("Probabilities").select_option("5")
     ask(page, "Tell me of Kyoto.")
     first = page.locator(".answer .token[tabindex='0']")
     first.focus()
@@ -165,7 +171,7 @@ def test_two_settings_side_by_side(lab: Lab) -> None:
     right = page.get_by_role("region", name="right")
     right.get_by_text("Settings", exact=True).click()
     right.get_by_label("temperature").fill("1.5")
-    ask(page, "Compare yourselves.", lanes=2)
+    ask(page, "Compare yourselves.", answers=2)
     texts = [page.get_by_role("region", name=name).locator(".answer").text_content() for name in ("left", "right")]
     assert texts[0] != texts[1]
     lab.picture("side-by-side")
@@ -201,7 +207,8 @@ def test_two_models_side_by_side(lab: Lab, two_models: dict[str, FakeServer]) ->
     for side, name in names.items():
         lane = page.get_by_role("region", name=side)
         lane.get_by_label("Server").select_option(name)
-    ask(page, "What is a corral?", lanes=2)
+        lane.get_by_label("Probabilities").select_option("5")
+    ask(page, "What is a corral?", answers=2)
     answers = [page.get_by_role("region", name=side).locator(".answer").text_content() for side in names]
     assert answers[0] != answers[1]
     until(lambda: [answered(server) for server in two_models.values()] == [1, 1], "one answer of each")
@@ -233,7 +240,8 @@ def test_a_prompt_as_a_heat_map_stays_text(lab: Lab) -> None:
     assert page.locator("main img, main script").count() == 0
 
 
-def test_script_in_an_answer_stays_text(lab: Lab) -> None:
+@pytest.mark.parametrize("probabilities", ["", "5"])
+def test_script_in_an_answer_stays_text(lab: Lab, probabilities: str) -> None:
     """The console's own answer, with every text of it replaced: streamed pieces, tokens, alternatives."""
 
     def possessed(route: Any) -> None:
@@ -243,11 +251,13 @@ def test_script_in_an_answer_stays_text(lab: Lab) -> None:
         route.fulfill(response=answered, body=text)
 
     page = lab.open("play")
+    page.get_by_label("Probabilities").select_option(probabilities)
     page.route("**/api/play/ask", possessed)
     try:
         ask(page, "Say something.")
         expect(page.locator(".answer").first).to_contain_text("onerror")
-        page.locator(".answer .token[role=button]").first.click()
+        if probabilities:
+            page.locator(".answer .token[role=button]").first.click()
         assert page.title() != "owned"
         assert page.locator("main img, main script").count() == 0
     finally:
@@ -265,21 +275,125 @@ def test_a_refusal_says_what_to_do(lab: Lab) -> None:
     lab.complaints.clear()  # the browser tells of the 400
 
 
-def test_what_is_saved_is_loaded_again(lab: Lab) -> None:
+def test_a_conversation_survives_a_view_and_a_reload(lab: Lab) -> None:
     page = lab.open("play")
-    ask(page, "Remember this.")
+    page.get_by_label("Probabilities").select_option("5")
+    page.get_by_label("Prompt", exact=True).fill("Remember this.")
+    page.keyboard.press("Enter")
+    page.get_by_role("link", name="Plan").click()  # while it is answered
+    expect(page.get_by_role("heading", name="Plan", exact=True)).to_be_visible()
+    page.get_by_role("link", name="Playground").click()
+    expect(page.locator(".answered p", has_text="ended by")).to_have_count(1)
+    expect(page.locator(".answer .token[role=button]").first).to_be_visible()
+    page.get_by_label("Prompt", exact=True).fill("half a question")
+    until(lambda: "half a question" in (page.evaluate("sessionStorage.getItem('corral-play')") or ""), "a draft")
+    answer = page.locator(".answer").text_content()
+    page.reload()
+    expect(page.locator(".said")).to_have_text("Remember this.")
+    expect(page.locator(".answer")).to_have_text(answer or "")
+    expect(page.get_by_label("Prompt", exact=True)).to_have_value("half a question")
+    page.locator(".answer .token[role=button]").nth(1).click()
+    page.locator(".alternatives tr:not(.own) button").first.click()  # its tokens are those of before
+    expect(page.locator(".answered")).to_contain_text("2 of 2")
+    assert lab.complaints == []
+
+
+def test_a_conversation_is_saved_exported_and_read_again(lab: Lab) -> None:
+    page = lab.open("play")
+    ask(page, "Keep this.")
+    page.get_by_role("button", name="Save").click()
     with page.expect_download() as download:
-        page.get_by_role("button", name="Save…").click()
+        page.get_by_role("button", name="Export…").click()
     saved = lab.folder / "playground.json"
     download.value.save_as(saved)
     held = json.loads(saved.read_text())
     assert [one["role"] for one in held["lanes"][0]["messages"]] == ["user", "assistant"]
-    page.get_by_role("button", name="New").click()
-    expect(page.locator(".said")).to_have_count(0)
-    page.locator("input[type=file]").set_input_files(saved)
-    expect(page.locator(".said")).to_have_text("Remember this.")
-    assert page.evaluate("sessionStorage.length") == 0
-    assert page.evaluate("Object.keys(localStorage)") == ["corral-secret"]  # of the link, and nothing of the work
+    with page.expect_download() as download:
+        page.get_by_role("button", name="As Markdown").click()
+    assert "## Question\n\nKeep this.\n" in download.value.path().read_text()
+    for again in (
+        lambda: page.locator("input[type=file]").set_input_files(saved),
+        page.get_by_role("button", name="Keep this.", exact=True).click,
+    ):
+        page.get_by_role("button", name="New").click()
+        expect(page.locator(".said")).to_have_count(0)
+        again()
+        expect(page.locator(".said")).to_have_text("Keep this.")
+    page.get_by_role("button", name="Delete Keep this.").click()
+    assert page.evaluate("localStorage.getItem('corral-conversations')") == "[]"
+
+
+def test_an_answer_is_made_again_and_a_question_edited(lab: Lab) -> None:
+    page = lab.open("play")
+    ask(page, "First.")
+    ask(page, "Second.", answers=2)
+    page.get_by_role("button", name="Regenerate").click()
+    expect(page.locator(".answered").nth(1)).to_contain_text("2 of 2")
+    expect(page.locator(".answered p", has_text="ended by")).to_have_count(2)
+    page.get_by_role("button", name="Edit the message").first.click()
+    expect(page.get_by_label("Prompt", exact=True)).to_have_value("First.")
+    ask(page, "Other.")
+    expect(page.locator(".said")).to_have_text("Other.")
+    page.get_by_text("The request as curl and Python").click()
+    curl = page.locator("pre.log").first
+    expect(curl).to_contain_text('"content": "Other."')  # what was sent, and not the answer to it
+    expect(curl).to_contain_text('"max_tokens": 1024')
+    expect(curl).to_contain_text('"temperature": 0.7')
+    expect(curl).not_to_contain_text('"role": "assistant"')
+    expect(curl).not_to_contain_text("logprobs")
+    assert lab.complaints == []
+
+
+MARKDOWN = f"""# Title {HOSTILE}
+
+One **bold**, *slanted* and `code`.
+- first
+  - inner
+- [good](https://example.org/x) and [bad](javascript:alert(1)) and ![x](https://example.org/p.png)
+
+1. one
+
+   still one
+2. two
+
+| a | b |
+|---|---|
+| 1 | {HOSTILE} |
+
+> {HOSTILE}
+
+```python
+print("<b>")  # **no**
+```
+"""
+
+
+def test_markdown_of_a_model_is_elements_of_text(lab: Lab) -> None:
+    page = lab.open("play")
+    shown = page.evaluate(
+        """async (text) => {
+        const { markdown } = await import('/static/markdown.js');
+        const box = document.createElement('div');
+        box.append(...markdown(text));
+        const many = (selector) => [...box.querySelectorAll(selector)].map((one) => one.textContent);
+        const began = ['*', '_', '`', '[', '>', '- ', '**a ', '|', '#'].map((one) => markdown(one.repeat(20000)).length);
+        document.querySelector('main').append(box);
+        return { tags: [...new Set([...box.querySelectorAll('*')].map((one) => one.tagName))].sort().join(' '),
+            links: [...box.querySelectorAll('a')].map((one) => one.href), bold: many('strong'), slanted: many('em'),
+            items: many('li'), code: many('pre'), cells: many('td'), head: many('[role=heading]'), began: began.length };
+    }""",
+        MARKDOWN,
+    )
+    assert shown["tags"] == "A BLOCKQUOTE BUTTON CODE DIV EM LI OL P PRE SPAN STRONG TABLE TBODY TD TH THEAD TR UL"
+    assert shown["links"] == ["https://example.org/x", "https://example.org/p.png"]  # a picture is never loaded
+    assert (shown["bold"], shown["slanted"]) == (["bold"], ["slanted"])
+    assert shown["items"][1] == "inner"
+    assert [one for one in shown["items"] if "still one" in one] == ["onestill one"]
+    assert shown["code"] == ['print("<b>")  # **no**']
+    assert shown["cells"] == ["1", HOSTILE]
+    assert shown["head"] == [f"Title {HOSTILE}"]
+    assert page.title() != "owned"
+    assert lab.complaints == []
 
 
 def test_a_plan_follows_the_sliders(lab: Lab) -> None:

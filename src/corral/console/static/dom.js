@@ -93,12 +93,23 @@ export function empty(title, ...more) {
   return el("div", { class: "empty" }, el("p", { class: "empty-title" }, title), ...more);
 }
 
-/** A command line with a button that copies it. */
-export function command(line) {
-  const copy = el("button", { class: "small", type: "button", "aria-label": "Copy the command" }, "Copy");
-  copy.addEventListener("click", async () => {
-    try { await navigator.clipboard.writeText(line); copy.textContent = "Copied"; } catch { copy.textContent = "Select it"; }
-    setTimeout(() => { copy.textContent = "Copy"; }, 1500);
+/** A button that copies a text. */
+export function copier(text, label = "Copy") {
+  const button = el("button", { class: "small", type: "button", "aria-label": label }, "Copy");
+  button.addEventListener("click", async () => {
+    try { await navigator.clipboard.writeText(text); button.textContent = "Copied"; } catch { button.textContent = "Select it"; }
+    setTimeout(() => { button.textContent = "Copy"; }, 1500);
   });
-  return el("div", { class: "command" }, el("code", {}, line), copy);
+  return button;
+}
+
+/** A command line with a button that copies it. */
+export const command = (line) => el("div", { class: "command" }, el("code", {}, line), copier(line, "Copy the command"));
+
+/** Hand a text to the user as a file. */
+export function download(name, text, type) {
+  const link = el("a", { download: name });
+  link.href = URL.createObjectURL(new Blob([text], { type }));
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 10000);
 }
