@@ -297,6 +297,41 @@ def test_the_form_shows_the_line_and_the_plan(page: Any, console: Console) -> No
     picture(page, "start")
 
 
+def test_start_is_pressed_once_and_answers_beside_the_button(page: Any, console: Console) -> None:
+    posts: list[Any] = []
+    said = {"id": "c1", "line": "corral up", "started_s": 0, "exit_code": None, "output": ["fetching"]}
+
+    def begun(route: Any) -> None:
+        posts.append(route.request.post_data_json)
+        route.fulfill(status=202, json=said)
+
+    page.route("**/api/fleet/start", begun)
+    page.route("**/api/commands/c1", lambda route: route.fulfill(json=said))
+    page.goto(f"{console.url}/#/fleet/start")
+    page.get_by_label("Model").fill("smollm2")
+    page.get_by_text("Settings, vLLM flags, runtime, port").click()
+    page.get_by_label("Settings of the plan").fill("weights=bf16")
+    page.get_by_label("Flags of vLLM").fill("--seed 1")
+    page.get_by_label("Port", exact=True).fill("8123")
+    line = "corral up smollm2 --port 8123 --set weights=bf16 -- --seed 1"
+    expect(page.locator("form .command code")).to_have_text(line)
+    page.reload()
+    expect(page.locator("form .command code")).to_have_text(line)
+    start = page.get_by_role("button", name="Start", exact=True)
+    expect(start).to_be_enabled()
+    start.dblclick()
+    form = page.locator("form.card")
+    expect(form.get_by_label("Output")).to_have_text("fetching")
+    page.get_by_label("Name").fill("other")
+    expect(page.locator("form .command code")).to_contain_text("--name other")
+    expect(form.get_by_role("button", name="Starting…")).to_be_disabled()
+    said |= {"exit_code": 0}
+    expect(form.get_by_role("link", name="Open in the Playground")).to_be_visible()
+    expect(start).to_be_enabled()
+    sent = {"model": "smollm2", "settings": "weights=bf16", "flags": "--seed 1", "port": "8123", "options": {}}
+    assert posts == [sent]
+
+
 @pytest.mark.parametrize("width", [1000, 2500])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_reads_at_every_width_and_colour(browser: Any, console: Console, width: int, scheme: str) -> None:

@@ -66,6 +66,16 @@ def test_a_viewer_reads_no_file_of_the_owner(viewed: Console, asked: Path, tmp_p
     assert not asked.exists()
 
 
+def test_a_viewer_learns_of_no_file_through_the_form(viewed: Console, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    cookie = enter(viewed)
+    for fields in ({"model": str(folder)}, {"flags": f"--chat-template {folder}/x"}, {"settings": f"draft={folder}"}):
+        status, body = _plan(viewed, cookie, **{"model": "smollm2", **fields})
+        assert status in (403, 404), body
+        assert "--read-only" in body or "only shows" in body
+
+
 def test_a_viewer_makes_the_owner_connect_nowhere(viewed: Console, asked: Path, clean_home: Path) -> None:
     profiles = clean_home / ".config" / "corral" / "profiles"
     profiles.mkdir(parents=True)

@@ -254,13 +254,28 @@ def test_the_form_becomes_the_words_of_up() -> None:
         "gpu",
     ]
     assert up_argv(form_of({})) == ["up"]
+    form = form_of({"port": "8123", "settings": "weights=int4  tensor=2", "runtime": "docker", "flags": "--seed 1",
+                    "runtime_options": "image='a b'"})  # fmt: skip
+    words = [
+        "--port",
+        "8123",
+        "--runtime",
+        "docker",
+        "--set",
+        "weights=int4",
+        "--set",
+        "tensor=2",
+        "--runtime-option",
+    ]
+    assert up_argv(form) == ["up", *words, "image=a b", "--", "--seed", "1"]
 
 
 @pytest.mark.parametrize(
     "given",
     [{"model": "--help"}, {"name": "a\nb"}, {"goal": "fast"}, {"target": "moon"}, {"context": "long"}, {"other": "x"},
      {"options": {"--partition": "gpu"}}, {"options": []}, {"concurrency": "-1"},
-     {"target": "slurm", "options": {"--partition": "--wrap=rm"}}],
+     {"target": "slurm", "options": {"--partition": "--wrap=rm"}}, {"port": "x"}, {"port": "70000"},
+     {"settings": "tensor"}, {"settings": "tensor=2 --on=x"}, {"runtime": "moon"}, {"flags": "'a"}],
 )  # fmt: skip
 def test_a_form_that_would_be_another_command_is_refused(given: dict[str, object]) -> None:
     with pytest.raises(UsageError):

@@ -94,7 +94,7 @@ class _Fleet:
         line = line_of(up_argv(form))
         if "line_only" in request.query_params:
             return answer({"line": line})
-        return answer({"line": line, "plan": await run_in_threadpool(preview, form)})
+        return answer({"line": line, "plan": await run_in_threadpool(preview, form, self._context.read_only)})
 
     async def start(self, request: Request) -> Response:
         form = form_of(await body_of(request))

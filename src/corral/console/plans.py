@@ -113,7 +113,7 @@ def read_question(query: Mapping[str, str], facts_cache: FactCache, read_only: b
     if model is None:
         raise UsageError("no model was named.", "Choose one, or write a folder or a repository.")
     if read_only and values["model"]:
-        _refuse_folder(model)
+        refuse_folder(model)
     fixed = {name: values[name] for name in ("weights", "kv") if values[name]}
     goals = {name: values[name] for name in ("context", "concurrency", "goal") if values[name] is not None}
     asked = plan_request(profile, {**goals, "fixed": fixed, "extra_args": ()})
@@ -134,7 +134,7 @@ def read_question(query: Mapping[str, str], facts_cache: FactCache, read_only: b
     return PlanQuestion(model, facts, inventory, goal, asked, profile)
 
 
-def _refuse_folder(model: str) -> None:
+def refuse_folder(model: str) -> None:
     """Refuse what could be a folder, there or not: to a reader the answer would tell which folders exist."""
     if find(model) or model in (one.name for one in on_disk()):
         return

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from corral.base.errors import UsageError
+from corral.base.errors import AccessError, UsageError
 from corral.base.ssh import asking_no_node
 from corral.console.context import whole_number
+from corral.console.plans import refuse_folder
 from corral.deploy.deployment.folder import checked_name
 from corral.deploy.lifecycle.decision import DeployRequest, Preview, sized
 from corral.deploy.profile.merging import merged, use_hub_of
 from corral.deploy.profile.profile import all_profiles, load_profile
 from corral.deploy.targets.keys import TARGETS, Flag, target_class
+from corral.engines.runtimes.base import RUNTIMES, parse_options
 from corral.plan.contract import GOALS, Plan, token_count
 from corral.plan.models import catalogue
 from corral.plan.models.store import EMBEDDED
+from corral.plan.settings import parse_assignments
 
 LONGEST_FIELD = 2000
 
@@ -33,6 +37,11 @@ class StartForm:
     concurrency: str = ""
     goal: str = ""
     replicas: str = ""
+    port: str = ""
+    settings: str = ""  # KEY=VALUE …, fields of the plan
+    runtime: str = ""
+    runtime_options: str = ""  # KEY=VALUE …
+    flags: str = ""  # of `vllm serve`
     options: dict[str, str] = field(default_factory=dict)  # of the target, by their flags
 
 
@@ -56,9 +65,20 @@ def _text(name: str, value: object) -> str:
     text = str(value).strip() if isinstance(value, str | int) else ""
     if len(text) > LONGEST_FIELD or any(ord(character) < 32 for character in text):
         raise UsageError(f"{name} is too long, or has more than one line.", "Shorten it.")
-    if text.startswith("-"):
+    if text.startswith("-") and name != "flags":
         raise UsageError(f"{name} is {text[:40]!r}: a value does not begin with a dash.", "Correct it.")
     return text
+
+
+def _words(name: str, text: str) -> tuple[str, ...]:
+    """A field of several words, as a shell reads them."""
+    try:
+        words = tuple(shlex.split(text))
+    except ValueError:
+        raise UsageError(f"{name} has a quotation mark without its other.", "Close it.") from None
+    if name != "flags" and any(word.startswith("-") for word in words):
+        raise UsageError(f"{name} is {text[:40]!r}: a value does not begin with a dash.", "Correct it.")
+    return words
 
 
 def _check(form: StartForm) -> None:
@@ -71,6 +91,12 @@ def _check(form: StartForm) -> None:
     if form.context:
         token_count(form.context)
     whole_number({"concurrency": form.concurrency}, "concurrency", least=1)
+    whole_number({"port": form.port}, "port", 1, 65535)
+    if form.runtime and form.runtime not in RUNTIMES:
+        raise UsageError(f"there is no runtime {form.runtime!r}.", f"Known: {', '.join(RUNTIMES)}.")
+    parse_assignments(_words("settings", form.settings))
+    parse_options(_words("runtime_options", form.runtime_options))
+    _words("flags", form.flags)
     known = {flag.name for flag in _flags(form.target)}
     if unknown := [flag for flag in form.options if flag not in known]:
         raise UsageError(f"{form.target or 'this machine'} has no option {unknown[0]!r}.",
@@ -96,17 +122,29 @@ def _options_of(form: StartForm) -> dict[str, object]:
 def up_argv(form: StartForm) -> list[str]:
     """The arguments of `corral` for a form."""
     pairs = [("--name", form.name), ("--on", form.on), ("--context", form.context),
-             ("--concurrency", form.concurrency), ("--goal", form.goal), ("--replicas", form.replicas)]  # fmt: skip
+             ("--concurrency", form.concurrency), ("--goal", form.goal), ("--replicas", form.replicas),
+             ("--port", form.port), ("--runtime", form.runtime)]  # fmt: skip
+    pairs += [("--set", pair) for pair in _words("settings", form.settings)]
+    pairs += [("--runtime-option", pair) for pair in _words("runtime_options", form.runtime_options)]
     pairs += [(flag.name, form.options.get(flag.name, "")) for flag in _flags(form.target)]
     model = [form.model] if form.model else []
-    return ["up", *model, *(word for flag, value in pairs if value for word in (flag, value))]
+    flags = _words("flags", form.flags)
+    words = [word for flag, value in pairs if value for word in (flag, value)]
+    return ["up", *model, *words, *(("--", *flags) if flags else ())]
 
 
-def preview(form: StartForm) -> dict[str, Any]:
+def preview(form: StartForm, read_only: bool = False) -> dict[str, Any]:
     """The plan that the form makes, with every number's reason; raises what `corral up` would refuse.
 
-    No node is asked: whoever sees the page would choose where this account connects.
+    No node is asked: whoever sees the page would choose where this account connects. Flags, settings and a model may
+    name files, and the answer tells which exist: a reader of `--read-only` gets no plan for them.
     """
+    if read_only:
+        if form.flags or form.settings or form.runtime_options:
+            raise AccessError("this console only shows, and makes no plan of flags and settings.",
+                              "Use the command line: corral plan.")  # fmt: skip
+        if form.model:
+            refuse_folder(form.model)
     with asking_no_node():
         return _preview(form)
 
@@ -121,8 +159,11 @@ def _preview(form: StartForm) -> dict[str, Any]:
         "goal": form.goal or None,
         "target": form.target or None,
         "target_options": _options_of(form),
-        "fixed": {},
-        "extra_args": (),
+        "port": whole_number({"port": form.port}, "port", 1, 65535),
+        "runtime": form.runtime or None,
+        "runtime_options": parse_options(_words("runtime_options", form.runtime_options)) or None,
+        "fixed": parse_assignments(_words("settings", form.settings)),
+        "extra_args": _words("flags", form.flags),
     }
     use_hub_of(profile)
     request = DeployRequest.of(merged(profile, flags))
@@ -149,4 +190,5 @@ def choices() -> dict[str, Any]:
          "flags": [{"flag": one.name, "help": one.help, "metavar": one.metavar} for one in _flags(name)]}
         for name in TARGETS
     ]  # fmt: skip
-    return {"models": [EMBEDDED, *catalogue.entries()], "profiles": profiles, "targets": targets, "goals": GOALS}
+    return {"models": [EMBEDDED, *catalogue.entries()], "profiles": profiles, "targets": targets, "goals": GOALS,
+            "runtimes": list(RUNTIMES)}  # fmt: skip

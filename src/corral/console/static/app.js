@@ -14,7 +14,8 @@ let about = null;
 const asked = get("/api/about");
 
 async function show() {
-  const [name, ...rest] = location.hash.replace(/^#\/?/, "").split("/");
+  const [path, query = ""] = location.hash.replace(/^#\/?/, "").split("?");
+  const [name, ...rest] = path.split("/");
   const view = name in VIEWS ? name : "fleet";
   const mine = ++turn;
   for (const link of document.querySelectorAll("nav a")) {
@@ -29,17 +30,19 @@ async function show() {
     about = known;
     const root = el("div", { class: `view view-${view}` });
     fill(main, root);
-    unmount = module.mount(root, context(rest.map(decodeURIComponent))) ?? (() => {});
+    unmount = module.mount(root, context(rest.map(decodeURIComponent), new URLSearchParams(query))) ?? (() => {});
   } catch (error) {
     if (mine === turn) fill(main, problem(error));
   }
 }
 
-function context(path) {
+function context(path, query) {
   return {
-    get, post, el, toast, path,
+    get, post, el, toast, path, query,
     readOnly: about.read_only,
     asks: about.asks,
+    /** What was entered stands in the address, for a reload and a bookmark. */
+    entered: (where, values) => { history.replaceState(null, "", `#/${where}${values.size ? `?${values}` : ""}`); },
     go: (hash) => { location.hash = hash; },
     stream: (where, on, options = {}) => stream(where, on, { ...options, state: (up, failure) => { connected(up, failure); options.state?.(up, failure); } }),
   };

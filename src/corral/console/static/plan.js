@@ -44,8 +44,9 @@ export function mount(root, ctx) {
       el("div", { class: "fields narrow" }, input("prompt", "Prompt tokens", { inputmode: "numeric", placeholder: "512" }), input("output", "Output tokens", { inputmode: "numeric", placeholder: "256" }), input("price", "Price of a GPU hour", { inputmode: "decimal", placeholder: "none" })));
     fill(gpuFields, slider("count", "GPUs in a node", [1, 2, 4, 8], 1), slider("nodes", "Nodes", [1, 2, 3, 4, 6, 8, 12, 16], 1), select("link", "Between nodes", known.links.map((one) => [one.name, `${one.name}: ${one.note}`])));
     given.goal.value = "balanced";
-    const wish = ctx.path?.[0];
-    if (wish) given.model.value = wish;
+    if (ctx.path[0]) given.model.value = ctx.path[0];
+    for (const [name, value] of ctx.query) if (given[name]) given[name].value = value;
+    gpuFields.hidden = given.kind.value === "";
 
     const query = () => {
       const gpus = given.kind.value !== "";
@@ -58,7 +59,7 @@ export function mount(root, ctx) {
       result.setAttribute("aria-busy", "true");
       try {
         const found = await ctx.get(`/api/plan?${asked}`);
-        if (mine === turn && !over) fill(result, shown(found));
+        if (mine === turn && !over) fill(result, shown(found, start(asked)));
       } catch (error) { if (mine === turn && !over) fill(result, problem(error)); }
       if (mine === turn) result.removeAttribute("aria-busy");
       if (mine === turn && details.open) compare(asked, mine);
@@ -69,7 +70,14 @@ export function mount(root, ctx) {
         if (mine === turn && !over) fill(others, table(rows));
       } catch (error) { if (mine === turn && !over) fill(others, problem(error)); }
     }
-    const changed = () => { gpuFields.hidden = given.kind.value === ""; clearTimeout(typing); typing = setTimeout(look, 250); };
+    /** Where this plan is started: a plan for hardware that is only imagined, nowhere. */
+    function start(asked) {
+      if (ctx.readOnly || asked.has("kind")) return null;
+      const wish = new URLSearchParams([["model", asked.get("model")], ["on", asked.get("profile")], ...["context", "concurrency", "goal"].map((name) => [name, asked.get(name)]),
+        ["settings", ["weights", "kv"].filter((name) => asked.has(name)).map((name) => `${name}=${asked.get(name)}`).join(" ")]].filter(([, value]) => value));
+      return `#/fleet/start?${wish}`;
+    }
+    const changed = () => { ctx.entered("plan", query()); gpuFields.hidden = given.kind.value === ""; clearTimeout(typing); typing = setTimeout(look, 250); };
     form.addEventListener("input", changed);
     form.addEventListener("change", changed);
     details.addEventListener("toggle", () => { if (details.open) compare(query(), turn); });
@@ -79,7 +87,7 @@ export function mount(root, ctx) {
   return () => { over = true; clearTimeout(typing); };
 }
 
-function shown(plan) {
+function shown(plan, start) {
   const tone = plan.fits ? "good" : "bad";
   return [
     el("section", { class: "card", "aria-label": "Verdict" },
@@ -89,7 +97,7 @@ function shown(plan) {
       plan.warnings.map((text) => el("p", { class: "note" }, sentence(text))), plan.notes.map((text) => el("p", { class: "dim" }, sentence(text)))),
     plan.memory ? memory(plan) : null,
     plan.figures.length ? el("section", { class: "figures", "aria-label": "Figures" }, plan.figures.map(figure)) : null,
-    plan.commands ? el("section", { class: "card", "aria-label": "Commands" }, el("h3", {}, "Start it"), command(plan.commands.up), el("h3", {}, "Or by hand"), command(plan.commands.vllm)) : null,
+    plan.commands ? el("section", { class: "card", "aria-label": "Commands" }, el("h3", {}, "Start it"), command(plan.commands.up), start ? el("div", { class: "row" }, el("a", { class: "button primary", href: start }, "Start…")) : null, el("h3", {}, "Or by hand"), command(plan.commands.vllm)) : null,
     plan.rejected.length ? el("details", { class: "card" }, el("summary", {}, `Not taken (${plan.rejected.length})`), el("dl", { class: "facts" }, plan.rejected.map((one) => [el("dt", {}, one.what), el("dd", {}, one.because)]))) : null,
     plan.arithmetic.length ? el("details", { class: "card" }, el("summary", {}, "The arithmetic, line by line"), el("pre", { class: "log" }, plan.arithmetic.join("\n"))) : null,
   ];
