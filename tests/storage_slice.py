@@ -11,9 +11,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import http.client
+import itertools
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -52,14 +54,17 @@ class Slice:
     seed: int
     answers: Counter[str] = field(default_factory=Counter)  # HTTP status, or the name of an error
     commands: Counter[str] = field(default_factory=Counter)  # verb and exit code
+    refusals: Counter[str] = field(default_factory=Counter)  # the last line of a command that ended with another code
     problems: list[str] = field(default_factory=list)
+    outputs: list[Path] = field(default_factory=list)  # of batches, one after the other
+    well: threading.Event = field(default_factory=threading.Event)  # no further batch begins
     over: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
         self.home, self.switch = self.folder / "home" / "corral", self.folder / "failing"
         self.read_only = self.folder / "read-only"
         self.chance = random.Random(self.seed)
-        self.rows, self.output = self.folder / "rows.jsonl", self.folder / "home" / "corral" / "out.jsonl"
+        self.rows = self.folder / "rows.jsonl"
         install_stand_in(self.home, ENGINE)
         self.model = make_tiny_llama(self.folder / "tiny")
         self.rows.write_text("".join(json.dumps({"id": n, "prompt": f"row {n}"}) + "\n" for n in range(ROWS)))
@@ -74,6 +79,9 @@ class Slice:
         command = [sys.executable, "-m", "corral", *words]
         done = subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=PATIENCE_S)
         self.commands[f"{words[0]} {done.returncode}"] += 1
+        if done.returncode:
+            said = " / ".join(done.stderr.strip().splitlines()[-3:])
+            self.refusals[f"{words[0]} {done.returncode}: {re.sub(r'[0-9]+', '#', said)[-400:]}"] += 1
         if "Traceback" in done.stderr or "unexpected error" in done.stderr:
             self.problems.append(f"`corral {' '.join(words)}`: {done.stderr[-600:]}")
         return done
@@ -112,11 +120,15 @@ class Slice:
                 connection.close()
             self.over.wait(0.05)
 
-    def batch(self) -> None:
-        """A batch, continued for as long as it does not end well."""
-        words = ("batch", str(self.rows), "-o", str(self.output), "--deployment", "herd", "--max-tokens", "4")
-        while self.corral(*words).returncode and not self.over.is_set():
-            self.over.wait(0.5)
+    def batches(self) -> None:
+        """Batches one after the other, each continued for as long as it does not end well."""
+        while not self.well.is_set():
+            self.outputs.append(self.home / f"out-{len(self.outputs)}.jsonl")
+            output = str(self.outputs[-1])
+            words = ("batch", str(self.rows), "-o", output, "--deployment", "herd", "--max-tokens", "4")
+            tries = itertools.cycle([words, ("batch", "resume", output)])
+            while self.corral(*next(tries)).returncode and not self.over.is_set():
+                self.over.wait(0.5)
 
     def kill(self, word: str) -> None:
         for pid, _ in list(self.processes(word))[:1]:
@@ -143,8 +155,8 @@ class Slice:
         key = Path(endpoint["key_file"]).read_text().strip()
         url = endpoint["base_url"]
         threads = [threading.Thread(target=self.ask, args=(url, key, number)) for number in range(STREAMS)]
-        threads.append(threading.Thread(target=self.batch))
-        for thread in threads:
+        self.batching = threading.Thread(target=self.batches)
+        for thread in (*threads, self.batching):
             thread.start()
         self.switch.touch()
         until_s = time.monotonic() + seconds
@@ -156,7 +168,7 @@ class Slice:
         self.recover()
         self.serve_read_only()
         self.over.set()
-        for thread in threads:
+        for thread in (*threads, self.batching):
             thread.join(PATIENCE_S)
         self.end()
 
@@ -171,13 +183,16 @@ class Slice:
         """With a storage that works, the fleet is whole and the batch ends."""
         self.corral("scale", "herd", str(MEMBERS))
         if polled(self.is_whole, PATIENCE_S) is None:
-            self.problems.append(f"never whole again: {self.corral('status', 'herd').stdout}")
-        words = ("batch", "resume", str(self.output))
-        if polled(lambda: self.corral(*words).returncode == 0, PATIENCE_S) is None:
-            self.problems.append("the batch never ended")
-        found = [json.loads(line)["id"] for line in self.output.read_bytes().splitlines()]
-        if sorted(found) != list(range(ROWS)):
-            self.problems.append(f"{len(found)} rows, {len(set(found))} different, of {ROWS}")
+            told = (self.corral(*words).stdout[-3000:] for words in (("status", "herd"), ("events", "herd")))
+            self.problems.append("never whole again: " + "\n".join(told))
+        self.well.set()
+        self.batching.join(PATIENCE_S)
+        if self.batching.is_alive():
+            self.problems.append(f"the batch {self.outputs[-1].name} never ended")
+        for output in self.outputs:
+            found = [json.loads(line)["id"] for line in output.read_bytes().splitlines()]
+            if sorted(found) != list(range(ROWS)):
+                self.problems.append(f"{output.name}: {len(found)} rows, {len(set(found))} different, of {ROWS}")
         if self.answers["401"]:
             self.problems.append(f"{self.answers['401']} requests with a good key were refused")
 
@@ -230,7 +245,13 @@ def main() -> None:
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="storage-") as name, open_slice(Path(name), given.seed) as made:
         made.run(60 * given.minutes)
-        print(json.dumps({"seed": given.seed, "answers": made.answers, "commands": made.commands}, indent=1))
+        seen = {
+            "batches": len(made.outputs),
+            "answers": made.answers,
+            "commands": made.commands,
+            "refusals": made.refusals,
+        }
+        print(json.dumps({"seed": given.seed, **seen, "refusals": made.refusals}, indent=1))
         for problem in made.problems:
             print(problem)
         sys.exit(bool(made.problems))

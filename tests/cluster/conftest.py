@@ -13,8 +13,8 @@ from tests.tiny_llama import make_tiny_llama
 # Begun first, so that no worker is alone with a long one at the end (`--no-loadscope-reorder` keeps this order); they
 # wait for time limits of jobs, for nodes that SLURM gives up, for TCP. What is not named here is short.
 LONG_FIRST = (
-    "slurm_batch", "slurm", "slurm_handover", "storage", "ssh_lost", "slurm_hand", "pull", "ssh", "ssh_storage",
-    "ssh_fleet", "slurm_fleet", "documents", "containers", "ssh_refused", "testbed",
+    "slurm_batch", "slurm", "upgrade", "slurm_handover", "storage", "ssh_lost", "slurm_hand", "pull", "ssh",
+    "ssh_storage", "ssh_fleet", "slurm_fleet", "documents", "containers", "ssh_refused", "testbed",
 )  # fmt: skip
 
 

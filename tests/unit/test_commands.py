@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import json
 import os
@@ -259,8 +260,22 @@ def test_one_unreadable_deployment_hides_no_other(corral: Corral) -> None:
 
 def test_an_unwritable_home_is_no_traceback(corral: Corral) -> None:
     done = corral("engine", "install", "cpu", CORRAL_HOME="/proc/nope")
-    assert done.code == 1
+    assert done.code == 10
     assert "Traceback" not in done.err
+
+
+@pytest.mark.parametrize(("number", "code"), [(errno.ESTALE, 10), (errno.ENOSPC, 10), (errno.ECONNRESET, 9)])
+def test_a_file_that_fails_is_not_a_batch_with_failed_rows(
+    corral: Corral, monkeypatch: pytest.MonkeyPatch, number: int, code: int
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("corral.use.batch.batch.run_batch", fail)
+    (corral.home / "rows.jsonl").write_text('{"prompt": "a"}\n')
+    done = corral("batch", str(corral.home / "rows.jsonl"), "-o", str(corral.home / "out.jsonl"))
+    assert done.code == code
+    assert os.strerror(number) in done.err
 
 
 def test_variables_that_would_open_the_door_are_refused(corral: Corral) -> None:

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from corral.base.errors import ConflictError, NotFoundError
+from corral.base.errors import ConflictError, DataError, NotFoundError
 from corral.base.files import write_atomic
 from corral.base.processes import Identity, own_identity
 from corral.base.record import dump_json, from_json, to_json
+from corral.console.play import servers
 from corral.deploy.deployment.events import append_event
 from corral.deploy.deployment.folder import DeploymentFolder
 from corral.serve.fleet.record import (
@@ -29,9 +30,11 @@ from corral.serve.fleet.record import (
     create_fleet,
     find_fleet,
     held_gateways,
+    living_fleets,
     new_gateway_id,
     open_fleet,
     read_fleet,
+    read_fleets,
     read_loads,
     refuse_fleet_name,
 )
@@ -159,3 +162,27 @@ def test_addresses_and_ids() -> None:
     assert GatewayAddress("::1", 80).url == "http://[::1]:80"
     assert GatewayAddress("127.0.0.1", 80).url == "http://127.0.0.1:80"
     assert new_gateway_id() != new_gateway_id()
+
+
+def test_an_unreadable_fleet_is_not_left_out_of_a_choice(corral: Corral) -> None:
+    create_fleet(fleet("known"))
+    later = create_fleet(fleet("later"))
+    write_atomic(later.record, '{"file_format": 99, "written_by": "9.9"}')
+    known, unreadable = read_fleets()
+    assert [one.name for one in known] == ["known"]
+    assert "Corral 9.9" in unreadable["later"]
+    with pytest.raises(DataError, match="'later'"):
+        living_fleets()
+    for verb in ("down", "status"):
+        done = corral(verb)  # which is the only one is not known
+        assert done.code == 10
+        assert str(later.record) in done.err
+    assert not read_fleet(open_fleet("known")).closed
+    assert {one["name"]: one["state"] for one in corral("ps", "--json").json()}["later"] == "unknown"
+    assert {one["name"]: one["state"] for one in servers()} == {"known": "no member is ready", "later": "unknown"}
+    chat = corral("complete", "hello")
+    assert chat.code == 3
+    assert "later (a fleet: " in chat.err
+    every = corral("down", "--all")  # the others are ended
+    assert every.code == 10
+    assert read_fleet(open_fleet("known")).closed

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from corral import __version__
 from corral.base.errors import ConflictError
 from corral.base.files import write_atomic
 from corral.base.lock import FileLock, Stillness, lock_holder
@@ -239,6 +240,33 @@ def test_a_gateway_that_an_earlier_version_started_is_known(herd: FleetFolder, s
     write_atomic(herd.own_gateway, dump_json(own_identity()))
     ensure_gateway(herd, lambda _: None)
     assert started == []
+
+
+def test_a_gateway_of_an_earlier_version_is_replaced(
+    herd: FleetFolder, started: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+
+    def runs(version: str) -> list[list[str]]:
+        started.clear()
+        monkeypatch.setattr(processes, "_STARTED_S", {})
+        address = GatewayAddress("127.0.0.1", 18001, own_identity(), (), version)
+        write_atomic(herd.gateway("a"), dump_json(address))
+        ensure_gateway(herd, told.append)
+        ensure_gateway(herd, told.append)
+        return started
+
+    change_fleet(herd, lambda one: replace(one, gateways=(own_identity(),)))
+    assert runs("") == []  # it has no socket to ask at: it stays until it ends
+    herd.gateway_socket("a").touch()
+    for version in ("", "0.0.12", "0"):
+        (words,) = runs(version)
+        assert words[-4:] == ["gateway", "--take-over", "--while-open", "herd"]
+    assert "Corral 0.0.12" in told[1]
+    for version in (__version__, "99.0", "99.0.1rc1"):
+        assert runs(version) == []
+    change_fleet(herd, lambda one: replace(one, gateways=()))
+    assert not [words for words in runs("0.0.1") if "--take-over" in words]  # somebody runs it by hand
 
 
 def test_a_fleets_gateway_ends_with_it_from_anywhere(herd: FleetFolder) -> None:

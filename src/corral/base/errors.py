@@ -12,7 +12,7 @@ once, prints the message and the remedy, and exits with the class's code; a trac
     ├── EngineError             7   the engine is missing, broken, or refused an argument
     ├── LaunchError             8   a deployment ended before it was ready, or died
     ├── UnreachableError        9   a server, host or registry did not answer
-    ├── DataError              10   an input file is malformed, or an output could not be written
+    ├── DataError              10   an input file is malformed, or a file could not be read or written
     └── UncountedError         11   a model whose size does not follow from what is known of it
     (interrupted by Ctrl-C)   130
 """

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from corral import __version__
-from corral.base.errors import INTERRUPTED, CorralError, UsageError
+from corral.base.errors import INTERRUPTED, CorralError, DataError, UnreachableError, UsageError
 from corral.base.home import refuse_foreign_home, watch_home
 from corral.base.record import nearest
 from corral.base.untrusted import plain, plain_json
@@ -157,10 +157,9 @@ def main(argv: list[str] | None = None) -> NoReturn:
             sys.exit(0)
         if os.environ.get("CORRAL_DEBUG"):
             raise
-        where = f": {error.filename}" if error.filename else ""
-        _report(CorralError(f"{error.strerror or error}{where}.", "Check the path, its permissions and free space."),
-                as_json="--json" in args)  # fmt: skip
-        sys.exit(1)
+        refusal = _refusal(error)
+        _report(refusal, as_json="--json" in args)
+        sys.exit(refusal.exit_code)
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.ctx.get_help() if error.ctx else "", err=True)
         sys.exit(2)
@@ -180,6 +179,14 @@ def main(argv: list[str] | None = None) -> NoReturn:
                 as_json="--json" in args)  # fmt: skip
         sys.exit(1)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _refusal(error: OSError) -> CorralError:
+    """A file that cannot be read or written, or else a connection that broke."""
+    where = f": {error.filename}" if error.filename else ""
+    if isinstance(error, ConnectionError | TimeoutError):
+        return UnreachableError(f"{error.strerror or error}{where}.", "Try again later.")
+    return DataError(f"{error.strerror or error}{where}.", "Check the path, its permissions and free space.")
 
 
 def _report_usage(error: click.ClickException, as_json: bool) -> None:

@@ -73,7 +73,7 @@ def serve(
     if take_over and port is not None:
         raise UsageError("--take-over keeps the port, but --port was given.", "Leave one of them out.")
     if take_over:
-        process = successor_process(sources, route or _route_of(sources))
+        process = successor_process(sources, route or _route_of(sources), only_own=while_open)
     else:
         process = gateway_process(sources, bind, port, route or _route_of(sources))
         process = replace(process, while_open=while_open)

@@ -32,7 +32,7 @@ from corral.client.sampling import PARAMETERS, STRUCTURED
 from corral.console.context import ConsoleContext, answer, body_of, events
 from corral.deploy.deployment.state import State
 from corral.serve.fleet.chain import DeploymentReading, living_chains
-from corral.serve.fleet.record import living_fleets
+from corral.serve.fleet.record import read_fleets
 from corral.serve.resolve import URL_VARIABLE, resolve, server_called
 from corral.use.llm import token_bytes
 from corral.use.llm.llm import Prompt, exact_view, is_chat, request_for
@@ -317,12 +317,14 @@ def servers() -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     if url := os.environ.get(URL_VARIABLE):
         found.append({"name": "", "label": url, "model": "", "ready": True, "state": "from the environment"})
-    fleets = living_fleets()
+    fleets, unreadable = read_fleets()
     members = {member.name for fleet in fleets for member in fleet.members}
     for fleet in fleets:
         ready = server_called(fleet.name).find() is not None
         state = "ready" if ready else "no member is ready"
         found.append({"name": fleet.name, "label": fleet.name, "model": fleet.model, "ready": ready, "state": state})
+    for name in unreadable:
+        found.append({"name": name, "label": name, "model": "", "ready": False, "state": State.UNKNOWN})
     found += [_offered(name, chain) for name, chain in living_chains().items() if name not in members]
     return sorted(found, key=lambda one: (not one["ready"], one["name"]))
 

@@ -32,7 +32,7 @@ from corral.deploy.lifecycle import deployments
 from corral.deploy.lifecycle.deployments import Status
 from corral.deploy.lifecycle.tunnel import ensure_tunnel
 from corral.serve.fleet.chain import DeploymentReading, living_chains, newest_ready, read_chain, read_members
-from corral.serve.fleet.record import FleetFolder, find_fleet, held_gateways, living_fleets, read_fleet
+from corral.serve.fleet.record import FleetFolder, find_fleet, held_gateways, read_fleet, read_fleets
 from corral.serve.fleet.status import not_here
 
 URL_VARIABLE, KEY_VARIABLE = "OPENAI_BASE_URL", "OPENAI_API_KEY"
@@ -235,7 +235,7 @@ def ready_endpoint(name: str) -> Endpoint:
 
 def _only_deployment(ready: bool) -> str:
     """The only one that is ready, or, unless it must be, the only one that will be."""
-    fleets = living_fleets()
+    fleets, unreadable = read_fleets()
     members = {member.name for fleet in fleets for member in fleet.members}
     chains = {name: chain for name, chain in living_chains().items() if name not in members}
     there = [name for name, chain in chains.items() if any(one.state is State.READY for one in chain)]
@@ -251,7 +251,8 @@ def _only_deployment(ready: bool) -> str:
             "Say which: --deployment NAME (`chat` and `top` take just NAME).",
         )
     states = [f"{one.folder.name} ({one.state})" for chain in chains.values() for one in chain]
-    if states := [*states, *(f"{fleet.name} (a fleet)" for fleet in fleets)]:
+    states += [f"{fleet.name} (a fleet)" for fleet in fleets]
+    if states := [*states, *(f"{name} (a fleet: {why})" for name, why in unreadable.items())]:
         raise NotFoundError(f"no deployment is ready yet: {', '.join(states)}.", "Wait for it: `corral wait NAME`.")
     raise NotFoundError(
         "no deployment is ready.", f"Start one with `corral up`, or give --url (or set {URL_VARIABLE})."

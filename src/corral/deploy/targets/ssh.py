@@ -248,7 +248,7 @@ class SshTarget(SshNodes, Target):
         for attempt in range(STOP_TRIES):
             if attempt:
                 time.sleep(1.0)
-            results = each(waiting, lambda host: self._stop_on(host, there, launch_id, grace_s))
+            results = each(waiting, lambda host: self._stop_on(host, there, launch_id, grace_s, host in away))
             left |= {host: result for host, result in results.items() if not isinstance(result, CorralError)}
             unreachable = {host: result for host, result in results.items() if isinstance(result, CorralError)}
             waiting = list(unreachable)
@@ -280,8 +280,11 @@ class SshTarget(SshNodes, Target):
                 hosts=failed,
             )
 
-    def _stop_on(self, host: str, there: DeploymentFolder, launch_id: str, grace_s: float) -> tuple[int | str, ...]:
-        self.ssh.run(host, ["true"], timeout_s=REACH_S)  # an unreachable host fails soon, by its name
+    def _stop_on(
+        self, host: str, there: DeploymentFolder, launch_id: str, grace_s: float, away: bool
+    ) -> tuple[int | str, ...]:
+        reach_s = REACH_S / 2 if away else REACH_S  # it was waited for a moment ago
+        self.ssh.run(host, ["true"], timeout_s=reach_s)  # an unreachable host fails soon, by its name
         rank = self.chosen.hosts.index(host)
         order = {"folder": str(there.path), "rank": rank, "launch_id": launch_id, "grace_s": grace_s + 25}
         stopped = read_stopped(self._do(host, "stop", order, b"", grace_s + 120), host)

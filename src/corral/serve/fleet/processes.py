@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -17,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+from corral import __version__
 from corral.base.errors import CorralError
 from corral.base.lock import Stillness, holder_of
 from corral.base.processes import OWN_COMMAND, Identity, identify, process_namespace
@@ -36,6 +38,7 @@ from corral.serve.fleet.record import (
 )
 
 GATEWAY_PAUSE_S = 5.0  # between two starts of a gateway that ends at once
+REPLACE_PAUSE_S = 60.0  # between two attempts to replace one of an earlier version
 ENDING_S = 90.0  # a keeper finishes what it has begun
 ELSEWHERE_S = 10.0  # for what runs on other machines to read that its fleet has ended
 MOST_GATEWAYS = 8  # machines that are remembered
@@ -54,7 +57,8 @@ def ensure_gateway(folder: FleetFolder, say: Callable[[str], None], stands_by: b
     _reap()
     own = _own_gateways(folder, read_fleet(folder))
     here = [one for one in own if one.is_here()]
-    if any(not one.is_gone() for one in here):
+    if running := [one for one in here if not one.is_gone()]:
+        _replace_older(folder, running, say)
         return
     if not here and (_serve_elsewhere(folder, own) or stands_by):  # in this order: who stands by watches them as well
         return
@@ -76,6 +80,31 @@ def ensure_gateway(folder: FleetFolder, say: Callable[[str], None], stands_by: b
         others = [one for one in own if not one.is_here()]
         write_fleet(folder, replace(fleet, gateways=(*others, started)[-MOST_GATEWAYS:]))
         folder.own_gateway.unlink(missing_ok=True)
+
+
+def _replace_older(folder: FleetFolder, running: Sequence[Identity], say: Callable[[str], None]) -> None:
+    """Start the successor of a gateway of an earlier version, which takes over its listening socket."""
+    older = [
+        address
+        for id, address in held_gateways(folder).items()
+        if address.holder in running and _is_older(address.written_by) and folder.gateway_socket(id).exists()
+    ]
+    if not older or time.monotonic() - _STARTED_S.get(folder.path, float("-inf")) < REPLACE_PAUSE_S:
+        return
+    _STARTED_S[folder.path] = time.monotonic()
+    pid = older[0].holder.pid if older[0].holder else 0
+    version = older[0].written_by or "an earlier version"
+    say(f"the gateway (process {pid}) is of Corral {version}; one of {__version__} takes its place")
+    _spawn([*OWN_COMMAND, "gateway", "--take-over", "--while-open", folder.name], folder.gateway_log)
+
+
+def _is_older(version: str) -> bool:
+    """Whether a version was released before this one."""
+    return _numbers(version) < _numbers(__version__)
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(part) for part in re.findall(r"[0-9]{1,9}", version)[:3]]
 
 
 def _own_gateways(folder: FleetFolder, fleet: Fleet) -> list[Identity]:

@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import unquote
 
-from corral.base.errors import ConflictError, CorralError, NotFoundError, UsageError
+from corral.base.errors import ConflictError, CorralError, DataError, NotFoundError, UsageError
 from corral.base.files import changed_s, is_gone, make_private_dir, records_in, write_atomic
 from corral.base.home import fleets_dir
 from corral.base.lock import FileLock, exclusive_lock, silence_s, wait_notice
@@ -148,6 +148,7 @@ class GatewayAddress:
     port: int
     holder: Identity | None = None  # None: it has ended; a new one comes back on the same port
     models: tuple[str, ...] = ()
+    written_by: str = ""  # the version of the gateway; empty: one that did not write it
 
     @property
     def machine(self) -> str:
@@ -234,6 +235,10 @@ class FleetFolder:
     def gateway_load(self, id: str) -> Path:
         return self.gateways / f"{id}.load.json"
 
+    def gateway_socket(self, id: str) -> Path:
+        """Where a gateway gives its listening socket to its successor."""
+        return self.gateways / f"{id}.sock"
+
     def set_aside(self) -> None:
         set_aside(self.path)
 
@@ -310,14 +315,27 @@ def all_fleets() -> list[FleetFolder]:
     return [FleetFolder(path.parent) for path in sorted(records, key=lambda path: changed_s(path.parent / "key"))]
 
 
-def living_fleets() -> list[Fleet]:
-    """The records of all fleets that have not ended; one that cannot be read hides no other."""
-    fleets = []
+def read_fleets() -> tuple[list[Fleet], dict[str, str]]:
+    """The records of all fleets that have not ended, and why others cannot be read, by their names."""
+    fleets, unreadable = [], {}
     for folder in all_fleets():
-        with contextlib.suppress(CorralError, OSError):
+        try:
             fleet = read_fleet(folder)
-            if not fleet.closed:
-                fleets.append(fleet)
+        except FileNotFoundError:  # deleted meanwhile
+            continue
+        except (CorralError, OSError) as error:
+            unreadable[folder.name] = str(error)
+            continue
+        if not fleet.closed:
+            fleets.append(fleet)
+    return fleets, unreadable
+
+
+def living_fleets() -> list[Fleet]:
+    """The records of all fleets that have not ended, for a choice of the only one: all must be known."""
+    fleets, unreadable = read_fleets()
+    for name, why in unreadable.items():
+        raise DataError(f"the fleet {name!r} cannot be read: {why}", "Give the name of the one you mean.")
     return fleets
 
 

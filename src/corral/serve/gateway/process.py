@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from corral import __version__
 from corral.base.errors import ConflictError, CorralError, UsageError
 from corral.base.files import write_atomic
 from corral.base.processes import only_lingering, own_identity, port_refused
@@ -70,7 +71,7 @@ class GatewayProcess:
     def handover(self, id: str) -> Path | None:
         """Where a gateway of these fleets gives its listening socket to its successor."""
         folders = self.fleets()
-        return folders[0].gateways / f"{id}.sock" if folders else None
+        return folders[0].gateway_socket(id) if folders else None
 
     def names(self) -> list[str]:
         return [one.name for one in self.sources]
@@ -110,14 +111,19 @@ def gateway_process(sources: Sequence[Source], host: str, port: int | None, rout
     return replace(wanted, id=new_gateway_id(), port=chosen or free_port(host, name))
 
 
-def successor_process(sources: Sequence[Source], route: str) -> GatewayProcess:
-    """A gateway that takes the place of one that runs on this machine and serves the same."""
+def successor_process(sources: Sequence[Source], route: str, only_own: bool) -> GatewayProcess:
+    """A gateway that takes the place of one that runs on this machine and serves the same.
+
+    `only_own`: of no other than the one that the fleet's keeper started.
+    """
     wanted = GatewayProcess(sources, "", 0, route, id=new_gateway_id())
     for folder in wanted.fleets():
         for id, address in held_gateways(folder).items():
             path = wanted.handover(id)
             if path is not None and path.exists() and not address.machine:
                 own = address.holder in read_fleet(folder).gateways
+                if only_own and not own:
+                    continue
                 return replace(wanted, host=address.host, port=address.port, predecessor=id, while_open=own)
     raise ConflictError(
         f"no gateway of {' '.join(wanted.names())} runs on this machine whose address could be taken over.",
@@ -287,7 +293,7 @@ def _tell(loop: asyncio.AbstractEventLoop, gateway: Gateway, snapshot: GatewaySn
 
 def _write_address(process: GatewayProcess, gateway: Gateway, again: bool = False) -> None:
     """Write where it listens; `again`: only where a new deployment of the same name has replaced the folder."""
-    address = dump_json(GatewayAddress(process.host, process.port, own_identity(), tuple(gateway.pools)))
+    address = dump_json(GatewayAddress(process.host, process.port, own_identity(), tuple(gateway.pools), __version__))
     for path in [path for path in process.address_files() if not (again and path.exists())]:
         with contextlib.suppress(OSError):  # its folder may be gone
             if process.proxy is None:

@@ -19,7 +19,7 @@ from corral.client.endpoint import Endpoint
 from corral.client.metrics import Latencies, Load, Reading, percentile, read_latencies
 from corral.deploy.deployment.state import State
 from corral.deploy.lifecycle.deployments import Status, statuses
-from corral.serve.fleet.record import FleetFolder, living_fleets
+from corral.serve.fleet.record import FleetFolder, read_fleets
 from corral.serve.resolve import fleet_endpoint
 
 
@@ -38,7 +38,7 @@ def ready_servers(known: Sequence[Status] | None = None) -> list[ReadyServer]:
     ready = [status for status in (statuses() if known is None else known) if status.state is State.READY]
     left = {status.name: status.endpoint for status in ready if status.endpoint is not None}
     found = []
-    for fleet in living_fleets():
+    for fleet in read_fleets()[0]:
         members = [
             ReadyServer(member.name, left.pop(member.name), fleet.name)
             for member in fleet.members
