@@ -13,6 +13,8 @@ from urllib.parse import quote
 import pytest
 
 from corral.console.server import Console, ConsoleOptions
+from corral.deploy.deployment.state import State
+from corral.serve.gateway.member import Member
 from corral.serve.gateway.request import Request
 from tests.console_home import make
 from tests.unit.test_console_guard import SECRETS, ask, enter
@@ -144,6 +146,6 @@ def test_the_cookie_alone_reads_nothing_but_the_pages_files(clean_home: Path) ->
 def test_a_node_gets_no_cookie_of_a_browser() -> None:
     headers = [(b"cookie", b"corral_console_8765=x"), (b"accept", b"*/*")]
     request = Request(b"GET", b"/v1/models", headers, False, b"", True)
-    sent = b"".join(request.message(b"node:1"))
+    sent = b"".join(request.message(Member("a", "http://node:1", State.READY), "m"))
     assert b"accept" in sent
     assert b"cookie" not in sent.lower()

@@ -535,7 +535,7 @@ async def test_nobody_ready_is_said_with_who_and_why(tmp_path: Path) -> None:
 
 
 @in_loop
-async def test_metrics_can_be_added_up_under_vllms_names(tmp_path: Path) -> None:
+async def test_metrics_can_be_added_up_beside_the_engines(tmp_path: Path) -> None:
     with servers(tmp_path, 2) as (a, b):
         async with gateway_to(a.url, b.url) as gateway, client_of(gateway) as client:
             bodies = [{"prompt": f"{n} " * 200, "max_tokens": 5, "ignore_eos": True} for n in range(10)]
@@ -548,16 +548,53 @@ async def test_metrics_can_be_added_up_under_vllms_names(tmp_path: Path) -> None
             assert found.generated_tokens == 50
             assert found.prompt_tokens == sum(one.usage.prompt_tokens for one in replies if one.usage)
             assert (found.running, found.waiting, found.finished) == (0, 0, 10)
-            assert found.ttft_count == 10
+            assert found.ttft_count == 0  # none was a stream
+            assert b"vllm:" not in page.body
+            assert b"# HELP corral_gateway_time_to_first_token_seconds Time from a request" in page.body
             assert found.prefix_queries == found.prompt_tokens  # as the members told it
             text = page.body.decode()
             assert 'key="own"' in text
             assert 'member="fleet-2"' in text
-            assert len([line for line in text.splitlines() if line.startswith("# TYPE")]) == len(
-                {line for line in text.splitlines() if line.startswith("# TYPE")}
-            )
+            for word in ("# TYPE", "# HELP"):
+                names = [line.split()[2] for line in text.splitlines() if line.startswith(word)]
+                assert len(names) == len(set(names))
             for one in monitor._clients.values():
                 await one.close()
+
+
+STREAMS = [
+    b'data: {"choices":[{"delta":{"role":"assistant","content":""}}]}\n\n',
+    b'data: {"choices":[{"delta":{"content":"Paris"}}]}\n\n',
+    b'data: {"choices":[{"delta":{"content":" is"}}]}\n\n',
+]
+
+
+@pytest.mark.parametrize(("kind", "counted"), [(b"text/event-stream", 1), (b"application/json", 0)])
+def test_the_time_to_the_first_token_ends_with_content(kind: bytes, counted: int) -> None:
+    async def measure() -> None:
+        sent = asyncio.Event()
+
+        async def stream(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError), contextlib.closing(writer):
+                await reader.readuntil(b"\r\n\r\n")
+                writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-type: %b\r\n\r\n" % kind)
+                for event in STREAMS:
+                    writer.write(event)
+                    await sent.wait()
+                    sent.clear()
+
+        server = await asyncio.start_server(stream, "127.0.0.1", 0)
+        async with server, gateway_to(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}") as gateway:
+            counts = lambda: sum(gateway.pools["fake"].ttft.counts)  # noqa: E731
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(gateway.url.rpartition(":")[2]))
+            writer.write(post({"model": "fake", "stream": True, "messages": []}))
+            for content, seen in ((b'"content":""', 0), (b"Paris", counted), (b" is", counted)):
+                await reader.readuntil(content)
+                assert counts() == seen
+                sent.set()
+            writer.close()
+
+    run(asyncio.wait_for(measure(), 60))
 
 
 @pytest.mark.parametrize(("status", "works"), [(200, True), (500, False), (404, False)])

@@ -16,6 +16,7 @@ from corral.serve.gateway.keys import add_key, read_keys, remove_key
 from corral.serve.gateway.pages import summary
 from corral.serve.gateway.policies import POLICIES
 from corral.serve.gateway.process import GatewayProcess, gateway_process, run_gateway, successor_process
+from corral.serve.gateway.url_member import FORM, UrlMember
 from corral.serve.gateway.usage import KeyUse, used_by_keys
 from corral.serve.gateway.watcher import Source, open_source
 
@@ -27,13 +28,21 @@ def command() -> None:
     """Give fleets and deployments one address: `corral gateway NAME...`.
 
     Each request goes to the model that it names, and there to the server that has most of its prompt cached and the
-    least to do. Clients send the key of the fleet or deployment, or their own (`corral gateway key add`). Ctrl-C
-    stops it. `corral gateway serve --help` lists all options.
+    least to do. `--member` adds servers that Corral did not start. Clients send the key of the fleet or deployment,
+    or their own (`corral gateway key add`). Ctrl-C stops it. `corral gateway serve --help` lists all options.
     """
 
 
 @command.command(context_settings=HELP)
-@click.argument("names", nargs=-1, required=True, metavar="NAME...")
+@click.argument("names", nargs=-1, metavar="[NAME]...")
+@click.option(
+    "--member",
+    "members",
+    metavar=FORM,
+    multiple=True,
+    help="A server that Corral did not start: any OpenAI-compatible address, the models that it gets requests for,"
+    " and the file with its key; repeatable.",
+)
 @click.option("--port", type=click.IntRange(1, 65535), help="Port (default: the one it had before, or a free one).")
 @click.option("--bind", metavar="ADDRESS", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option(
@@ -57,6 +66,7 @@ def command() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON when it ends.")
 def serve(
     names: tuple[str, ...],
+    members: tuple[str, ...],
     port: int | None,
     bind: str,
     route: str | None,
@@ -65,11 +75,16 @@ def serve(
     while_open: bool,
     as_json: bool,
 ) -> None:
-    """Serve the fleets and deployments NAME... behind one address until Ctrl-C."""
+    """Serve the fleets and deployments NAME... behind one address until Ctrl-C, and servers at other addresses."""
+    if not names and not members:
+        raise UsageError("no server was named.", "Name fleets or deployments, or give --member URL,model=NAME.")
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise UsageError(f"{twice!r} was given twice.", "Give each fleet or deployment once.")
     sources = [open_source(name) for name in names]
+    urls = tuple(map(UrlMember.parse, members))
+    if len({one.name for one in urls}) < len(urls):
+        raise UsageError("--member gives one address twice.", "Give it once, with model=NAME for each of its models.")
     if take_over and port is not None:
         raise UsageError("--take-over keeps the port, but --port was given.", "Leave one of them out.")
     if take_over:
@@ -77,7 +92,7 @@ def serve(
     else:
         process = gateway_process(sources, bind, port, route or _route_of(sources))
         process = replace(process, while_open=while_open)
-    serve_until_signal(replace(process, origins=allowed_origins), as_json)
+    serve_until_signal(replace(process, origins=allowed_origins, urls=urls), as_json)
 
 
 def serve_until_signal(process: GatewayProcess, as_json: bool) -> None:
@@ -85,6 +100,9 @@ def serve_until_signal(process: GatewayProcess, as_json: bool) -> None:
 
     def ready(url: str) -> None:
         click.echo(f"{url}/v1  (Ctrl-C ends it)", err=True)
+        if not process.sources:
+            click.echo("its clients need keys: `corral gateway key add NAME` makes one", err=True)
+            return
         key = shlex.quote(process.sources[0].key_file())
         click.echo(f"export OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY=$(cat {key})", err=as_json)
 

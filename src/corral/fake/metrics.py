@@ -48,12 +48,12 @@ class Metrics:
             lines += metric_lines(f"vllm:{name}_total", "counter", name, [(labels, count)])
         reasons = [({**labels, "finished_reason": reason}, count) for reason, count in self.success.items()]
         lines += metric_lines("vllm:request_success_total", "counter", "finished", reasons)
-        lines += self.ttft.lines("vllm:time_to_first_token_seconds", labels)
-        lines += self.itl.lines("vllm:inter_token_latency_seconds", labels)
-        lines += self.e2e.lines("vllm:e2e_request_latency_seconds", labels)
-        lines += self.queue.lines("vllm:request_queue_time_seconds", labels)
-        lines += self.prompts.lines("vllm:request_prompt_tokens", labels)
-        lines += self.outputs.lines("vllm:request_generation_tokens", labels)
+        lines += self.ttft.lines("vllm:time_to_first_token_seconds", labels, "Time to first token.")
+        lines += self.itl.lines("vllm:inter_token_latency_seconds", labels, "Time between tokens.")
+        lines += self.e2e.lines("vllm:e2e_request_latency_seconds", labels, "Time of a request.")
+        lines += self.queue.lines("vllm:request_queue_time_seconds", labels, "Time in the queue.")
+        lines += self.prompts.lines("vllm:request_prompt_tokens", labels, "Prompt tokens of a request.")
+        lines += self.outputs.lines("vllm:request_generation_tokens", labels, "Generated tokens of a request.")
         lines += metric_lines("vllm:cache_config_info", "gauge", "cache", [(cache, 1.0)])
         return "\n".join(lines) + "\n"
 

@@ -5,6 +5,9 @@ sample is skipped, and so is a value that no counter or gauge of a server can ha
 1e18). Timestamps and exemplars are skipped. What exceeds the bounds below is left out. Lines end at a line feed only:
 a label may hold any other separator.
 
+A gateway's figures have names of their own, so that what Prometheus adds up over engines has no request twice. Here
+they are read as vLLM's: one page is of one server, and whoever reads it need not know which kind.
+
 Of vLLM's page, `live_figures` reads what a server does now, `load_figures` its requests so far: how many, how long,
 how much of them was cached. Only counts and lengths: no text of a request is in them.
 
@@ -21,6 +24,7 @@ LARGEST_PAGE_BYTES = 16 << 20  # a server of 64 engines writes about 4 MiB
 LONGEST_LINE = 1 << 13
 LARGEST_VALUE = 1e18
 
+ENGINE, GATEWAY = "vllm:", "corral_gateway_"  # how names of metrics begin
 NAME = re.compile(r"[A-Za-z_:][A-Za-z0-9_:]*")
 PAIR = r'[A-Za-z_][A-Za-z0-9_]*[ \t]*=[ \t]*"[^"\\]*(?:\\.[^"\\]*)*"'
 LABEL = re.compile(r'([A-Za-z_][A-Za-z0-9_]*)[ \t]*=[ \t]*"([^"\\]*(?:\\.[^"\\]*)*)"')
@@ -52,12 +56,17 @@ def plain(value: str) -> str:
 
 
 def samples(page: bytes, wanted: Container[str]) -> Iterator[Sample]:
-    """The samples of the wanted names, in the order of the page."""
+    """The samples of the wanted names, in the order of the page; a gateway's go by vLLM's names."""
     for line in page[:LARGEST_PAGE_BYTES].decode("utf-8", "replace").split("\n"):
-        name = NAME.match(line)
-        if name is None or name.group() not in wanted or len(line) > LONGEST_LINE:
+        found = NAME.match(line)
+        if found is None:
             continue
-        rest = REST.fullmatch(line, name.end())
+        name = found.group()
+        if name.startswith(GATEWAY):
+            name = ENGINE + name[len(GATEWAY) :]
+        if name not in wanted or len(line) > LONGEST_LINE:
+            continue
+        rest = REST.fullmatch(line, found.end())
         if rest is None:
             continue
         try:
@@ -65,7 +74,7 @@ def samples(page: bytes, wanted: Container[str]) -> Iterator[Sample]:
         except ValueError:
             continue
         if abs(value) <= LARGEST_VALUE:
-            yield Sample(name.group(), rest.group("labels") or "", value)
+            yield Sample(name, rest.group("labels") or "", value)
 
 
 GAUGES = {
@@ -157,9 +166,9 @@ class Histogram:
         self.counts[bisect_left(self.bounds, value)] += times
         self.sum += value * times
 
-    def lines(self, name: str, labels: Mapping[str, str], headed: bool = True) -> List[str]:
-        """Its series; without the `headed` lines where another series of the same name came before."""
-        total, lines = 0, ["# HELP %s %s" % (name, name), "# TYPE %s histogram" % name] if headed else []
+    def lines(self, name: str, labels: Mapping[str, str], text: str = "") -> List[str]:
+        """Its series, after their help; without `text`, where another series of the same name came before."""
+        total, lines = 0, ["# HELP %s %s" % (name, text), "# TYPE %s histogram" % name] if text else []
         shared = label_text(labels)
         for bound, count in zip([repr(bound) for bound in self.bounds] + ["+Inf"], self.counts):  # noqa: B905 - Python 3.8
             total += count

@@ -154,7 +154,8 @@ function fleetCard(row, ctx) {
   const size = row.least === row.most ? `${row.wanted} members` : `${row.wanted} members (${row.least} to ${row.most})`;
   const node = el("article", { class: "card fleet-card", "data-name": row.name, "aria-label": `Fleet ${row.name}, ${row.state}` },
     el("div", { class: "card-head" }, el("h2", {}, row.name), el("span", { class: "tag" }, "fleet"), tag(row)),
-    el("p", { class: "dim facts-line" }, [row.model, size, row.text, row.running === undefined ? null : `${row.running} running, ${row.waiting} waiting`].filter(Boolean).join(" · ")),
+    el("p", { class: "dim facts-line" }, [row.model, size, row.text, row.running === undefined ? null : `${row.running} running, ${row.waiting} waiting`,
+      row.at_urls?.length ? `also ${row.at_urls.join(", ")}` : null].filter(Boolean).join(" · ")),
     row.url ? el("code", { class: "url" }, row.url) : null,
     ctx.readOnly || !row.stop ? null : el("div", { class: "row actions" }, actions({ ...row, restart: null }, ctx)));
   return { node };

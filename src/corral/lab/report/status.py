@@ -78,14 +78,15 @@ def fleet_lines(fleet: FleetStatus) -> list[str]:
     if fleet.state is State.STOPPED:
         rows = [row for row in rows if row[0] not in ("keeper", "gateways")]
     width = max(len(name) for name, _ in rows)
-    return [*(f"{name:<{width}}  {value}" for name, value in rows), *_member_lines(fleet.members)]
+    return [*(f"{name:<{width}}  {value}" for name, value in rows), *_member_lines(fleet.members),
+            *_member_lines(fleet.at_urls, "at URLs")]  # fmt: skip
 
 
-def _member_lines(members: Sequence[MemberStatus]) -> list[str]:
+def _member_lines(members: Sequence[MemberStatus], heading: str = "members") -> list[str]:
     if not members:
         return []
     width = max(len(one.name) for one in members)
-    lines = ["", "members"]
+    lines = ["", heading]
     for one in members:
         parts = [str(one.state or one.text), "leaving" if one.leaving else "", _load_text(one)]
         if one.status and one.status.last_state:

@@ -138,6 +138,7 @@ class GatewayLoad:
     oldest_wait_s: float = 0.0
     members: dict[str, MemberLoad] = field(default_factory=dict)
     finished: int = 0  # requests, since the gateway began
+    at_urls: dict[str, MemberLoad] = field(default_factory=dict)  # servers that it has beside the fleet's, by URL
 
 
 @dataclass(frozen=True)

@@ -82,6 +82,7 @@ class FleetStatus:
     kept: bool | None  # whether a keeper runs; None: that cannot be read now
     keeper: str  # which, or since when there is none
     members: tuple[MemberStatus, ...]
+    at_urls: tuple[MemberStatus, ...] = ()  # servers that its gateways have beside its members
 
     @property
     def warning(self) -> str:
@@ -125,6 +126,7 @@ def fleet_status(folder: FleetFolder, known: Mapping[str, deployments.Status] | 
         kept=kept,
         keeper=keeper,
         members=members,
+        at_urls=_at_urls(loads),
     )
 
 
@@ -215,8 +217,11 @@ def _state(
 
 def load_of(loads: list[GatewayLoad] | Mapping[str, GatewayLoad], name: str) -> MemberLoad | None:
     """What all gateways together have on a member; the worst of what they hold of it."""
-    known = [load.members[name] for load in (loads.values() if isinstance(loads, Mapping) else loads)
-             if name in load.members]  # fmt: skip
+    return _worst([load.members[name] for load in (loads.values() if isinstance(loads, Mapping) else loads)
+                   if name in load.members])  # fmt: skip
+
+
+def _worst(known: Sequence[MemberLoad]) -> MemberLoad | None:
     if not known:
         return None
     return MemberLoad(
@@ -226,6 +231,12 @@ def load_of(loads: list[GatewayLoad] | Mapping[str, GatewayLoad], name: str) -> 
         last_progress_s=max(one.last_progress_s for one in known),
         judged=min((one.judged for one in known), key=WORST.index),
     )
+
+
+def _at_urls(loads: Sequence[GatewayLoad]) -> tuple[MemberStatus, ...]:
+    urls = sorted({url for load in loads for url in load.at_urls})
+    known = [_worst([load.at_urls[url] for load in loads if url in load.at_urls]) for url in urls]
+    return tuple(MemberStatus(url, False, None, load) for url, load in zip(urls, known, strict=True))
 
 
 def judgement_of(loads: Mapping[str, GatewayLoad], name: str) -> Judgement:

@@ -41,6 +41,7 @@ from corral.serve.gateway.prompt import (
 )
 from corral.serve.gateway.relay import GatewayLimits
 from corral.serve.gateway.request import ForwardedRequest, Request
+from corral.serve.gateway.url_member import INFERENCE
 from corral.serve.gateway.usage import KeyGrant, KeyTable, KeyUser, offered_key
 
 ENDED_SILENCE_S = 5.0  # a server that has ended sends nothing more: requests that still wait for it are given up
@@ -256,7 +257,12 @@ class Gateway:
             return self._not_known(f"whether the model {model!r} is served here cannot be read now")
         if pool is None or not self.allowed(user, model):  # alike: a key tells nobody what else is served
             return self._unknown_model(model, user)
-        return self._admit(pool, user, prompt)
+        to_urls = request.method == b"POST" and request.bare_path in INFERENCE and prompt.model is not None
+        if not to_urls and pool.members and all(one.named for one in pool.members):
+            path = request.bare_path.decode("latin-1")[:200]
+            text = f"{path} is not passed on: the servers of {model!r} get only requests for inference that name it"
+            return self.refusal(404, f"{text} in the body.")
+        return self._admit(pool, user, prompt, to_urls)
 
     def _unknown_model(self, model: str, user: KeyUser) -> bytes:
         guess = nearest(model, [one for one in self.pools if self.allowed(user, one)], 1)
@@ -267,7 +273,7 @@ class Gateway:
         """What is asked for may be here: files cannot be read now, so the client is to try again."""
         return self.refusal(503, f"{what}. Try again in a second.", extra=extra + b"retry-after: 1\r\n")
 
-    def _admit(self, pool: ModelPool, user: KeyUser, prompt: RoutedPrompt) -> ForwardedRequest | bytes:
+    def _admit(self, pool: ModelPool, user: KeyUser, prompt: RoutedPrompt, to_urls: bool) -> ForwardedRequest | bytes:
         now, tokens = time.monotonic(), prompt.tokens + prompt.output_tokens
         wait, limit = user.wait_s(tokens, now)
         if wait:
@@ -279,7 +285,7 @@ class Gateway:
             return self.refusal(429, text, extra=b"retry-after: 10\r\n")
         user.spend(tokens)
         pool.arrivals.note(now, tokens)
-        return ForwardedRequest(pool, user, prompt)
+        return ForwardedRequest(pool, user, prompt, to_urls)
 
     def _prompt(self, request: Request) -> RoutedPrompt:
         """What routing needs of a body; one that cannot be read is refused: the server might find a model in it."""

@@ -33,6 +33,7 @@ PROBES: tuple[tuple[str, dict[str, object]], ...] = (
     ("/v1/embeddings", {"input": "1"}),
 )
 ANSWERING = (State.READY, State.DRAINING, State.UNKNOWN)
+WITHOUT_METRICS = 10  # checks are this much rarer
 GONE_AFTER = 3  # failed reads of its metrics in a row
 _JUDGED = {Judgement.OK: "well", Judgement.SLOW: "slow", Judgement.HUNG: "hung", Judgement.GONE: "out of reach"}
 
@@ -98,16 +99,20 @@ class HealthMonitor:
     # judging
 
     def _judge(self, member: Member, now: float) -> None:
-        others = [
-            one.tokens_per_s for one in self._gateway.members if one is not member and one.model == member.model
-        ]
+        own = [one for one in self._gateway.members if one.model == member.model and not one.named]
+        others = [one.tokens_per_s for one in own if one is not member]
         speed = max(0.05, relative_speed(member.tokens_per_s, others))
-        verdict = judge(member.progress, now, speed, member.unreachable < GONE_AFTER)
+        reachable = member.unreachable < GONE_AFTER
+        if member.has_metrics:
+            verdict = judge(member.progress, now, speed, reachable)
+        else:  # a silent answer may be on its way: nothing tells
+            verdict = Judgement.OK if reachable else Judgement.GONE
         member.speed = speed if verdict is Judgement.SLOW else 1.0  # smaller differences come from the requests
         if verdict is member.judged:
             return
         before, member.judged = member.judged, verdict
-        self._gateway.say(f"{member.name} is {_JUDGED[verdict]} (was {_JUDGED[before]})")
+        why = f": {member.problem}" if member.problem else ""
+        self._gateway.say(f"{member.name} is {_JUDGED[verdict]} (was {_JUDGED[before]}){why}")
         if verdict is Judgement.HUNG:
             member.progress.hung = True
             for request in list(member.active):
@@ -120,17 +125,35 @@ class HealthMonitor:
         if member.judged is Judgement.HUNG:
             await self._probe(member)
             return
+        if not member.has_metrics:
+            await self._ask_for_models(member)
+            return
         client = self._client(member)
         try:
             page = await client.page("/metrics", timeout_s=PAGE_S)
-        except (RequestError, CorralError, OSError, TimeoutError):
+        except (RequestError, CorralError, OSError, TimeoutError) as error:
             member.unreachable += 1
+            member.problem = str(error)
             return
-        member.unreachable = 0
-        if page.status == 200:
-            update_from_metrics(member, parse(page.body, time.monotonic()))
-        if time.monotonic() - self._models_at_s.get(member, float("-inf")) > MODELS_S and member.state is State.READY:
+        member.unreachable, member.problem = 0, ""
+        reading = parse(page.body, time.monotonic()) if page.status == 200 else None
+        if member.named:
+            member.has_metrics = reading is not None and reading.known
+        if reading is not None:
+            update_from_metrics(member, reading)
+        due = time.monotonic() - self._models_at_s.get(member, float("-inf")) > MODELS_S
+        if due and member.state is State.READY and not member.named:
             await self._read_models(member, client)
+
+    async def _ask_for_models(self, member: Member) -> None:
+        """Whether a server without metrics answers and accepts its key; which models it lists does not matter."""
+        try:
+            status = (await self._client(member).page("/v1/models", timeout_s=PAGE_S)).status
+            refusal = f"it answers {status}" if status >= 500 or status in (401, 403) else ""
+        except (RequestError, CorralError, OSError, TimeoutError) as error:
+            refusal = str(error)
+        member.problem, member.unreachable = refusal, member.unreachable + 1 if refusal else 0
+        await asyncio.sleep(self._interval_s * (1 if refusal else WITHOUT_METRICS))
 
     async def _read_models(self, member: Member, client: Client) -> None:
         with contextlib.suppress(RequestError, CorralError, OSError, TimeoutError, ValueError, TypeError, KeyError):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -23,6 +24,7 @@ from corral.client.wire import HttpConnection
 from corral.deploy.deployment.state import State
 from corral.serve.fleet.record import Judgement
 from corral.serve.gateway.prompt import Holdings
+from corral.serve.gateway.url_member import tls_of
 from corral.serve.gateway.usage import KeyUser
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
@@ -53,6 +55,7 @@ class MemberReading:
     source: str = ""  # the fleet or deployment that it belongs to
     leaving: bool = False
     adapters: tuple[str, ...] = ()  # that its owner gave it at its start
+    named: tuple[str, ...] = ()  # of a server at a URL: the models that its user names
 
 
 @dataclass(slots=True)
@@ -223,6 +226,9 @@ class Member:
     adapters: tuple[str, ...] = ()  # that it may serve: what a server says of itself gives it no other's requests
     models: tuple[str, ...] = ()  # what it serves: its model, and those of its adapters that it lists
     cards: tuple[dict[str, object], ...] = ()  # the same, as its /v1/models lists them
+    named: tuple[str, ...] = ()  # of a server at a URL, which Corral did not start: the models that its user names
+    has_metrics: bool = True
+    problem: str = ""  # why its answers do not count
     unreachable: int = 0  # reads of its metrics in a row that failed
 
     @functools.cached_property
@@ -232,7 +238,16 @@ class Member:
     @functools.cached_property
     def address(self) -> tuple[str, int]:
         parts = urlsplit(self.url)
-        return parts.hostname or "", parts.port or 80
+        return parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
+
+    @functools.cached_property
+    def tls(self) -> ssl.SSLContext | None:
+        return tls_of(self.url)
+
+    @functools.cached_property
+    def prefix(self) -> bytes:
+        """What paths are appended to; empty for all servers that Corral started."""
+        return urlsplit(self.url).path.encode()
 
     @functools.cached_property
     def host(self) -> bytes:
@@ -241,7 +256,7 @@ class Member:
     @functools.cached_property
     def label(self) -> bytes:
         """The header line that tells a client which member answered."""
-        return b"x-corral-member: %b\r\n" % quote(self.name, safe=" +,=@~").encode()
+        return b"x-corral-member: %b\r\n" % quote(self.name, safe=" +,=@~:/[]").encode()
 
     def update_from(self, reading: MemberReading) -> None:
         if reading.state in (State.QUEUED, State.STARTING, State.LOADING):  # it was started again: its cache is empty
@@ -249,10 +264,11 @@ class Member:
             self.holdings.forget()
         self.state, self.text, self.leaving, self.seats = reading.state, reading.text, reading.leaving, reading.seats
         self.model, self.source, self.adapters = reading.model, reading.source, reading.adapters
+        self.named = reading.named
         self.was_ready = self.was_ready or reading.state is State.READY
         self.authorization = b"authorization: Bearer %b\r\n" % reading.key.encode() if reading.key else b""
-        if not self.models or self.models[0] != reading.model:
-            self.models, self.cards = (reading.model,), ()
+        if reading.named or not self.models or self.models[0] != reading.model:
+            self.models, self.cards = reading.named or (reading.model,), ()
 
     # new requests
 

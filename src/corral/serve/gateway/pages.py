@@ -1,7 +1,9 @@
-"""What a gateway shows: figures, models, status, and metrics under vLLM's names where the meaning is the same.
+"""What a gateway shows: figures, models, status, and metrics.
 
-Each of vLLM's names is one set of series that can be added up: by model and member, and by key where a key's share is
-known. What members count themselves (KV use, prefix cache, preemptions) is passed on as last read.
+A metric whose meaning is that of one of vLLM's has its name, with a prefix of the gateway's own in place of `vllm:`:
+both may be collected, and sums over engines have no request twice. Each is one set of series that can be added up: by
+model and member, and by key where a key's share is known. What members count themselves (KV use, prefix cache,
+preemptions) is passed on as last read.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from corral.node.exposition import metric_lines
+from corral.node.exposition import GATEWAY, metric_lines
 from corral.serve.gateway.member import Member
 from corral.serve.gateway.pool import ModelPool
 from corral.serve.gateway.usage import KeyUser
@@ -122,7 +124,7 @@ def member_status(one: Member) -> dict[str, Any]:
         "outstanding_tokens": round(one.work_tokens),
         "declined": one.declined,
         "draining": one.declined or one.leaving,
-        "text": one.text,
+        "text": one.text or one.problem,
     }
 
 
@@ -143,14 +145,19 @@ def metrics(pools: Mapping[str, ModelPool], members: Sequence[Member], users: Se
     """The page that Prometheus reads."""
     lines: list[str] = []
     for name, kind, text, series in (*_of_requests(pools, members, users), *_of_keys(users), *_of_members(members)):
-        lines += metric_lines(name, kind, text, series)
-    for attribute, name in (
-        ("ttft", "vllm:time_to_first_token_seconds"),
-        ("e2e", "vllm:e2e_request_latency_seconds"),
-        ("queued", "vllm:request_queue_time_seconds"),
+        lines += metric_lines(GATEWAY + name, kind, text, series)
+    for attribute, name, text in (
+        (
+            "ttft",
+            "time_to_first_token_seconds",
+            "Time from a request to the first content of its stream.",
+        ),
+        ("e2e", "e2e_request_latency_seconds", "Time from a request to the end of its answer."),
+        ("queued", "request_queue_time_seconds", "Time until a member got a request."),
     ):
         for number, pool in enumerate(pools.values()):
-            lines += getattr(pool, attribute).lines(name, {"model_name": pool.model}, headed=number == 0)
+            help_text = "" if number else text
+            lines += getattr(pool, attribute).lines(GATEWAY + name, {"model_name": pool.model}, help_text)
     return "\n".join(lines) + "\n"
 
 
@@ -162,7 +169,7 @@ def _of_requests(
 ) -> Iterator[Metric]:
     running = [({"model_name": one.model, "member": one.name}, len(one.active)) for one in members]
     yield (
-        "vllm:num_requests_running",
+        "num_requests_running",
         "gauge",
         "Requests being processed by a member.",
         [(a, float(b)) for a, b in running],
@@ -171,7 +178,7 @@ def _of_requests(
     for pool in pools.values():
         by_key = _waiting(pool, users) or {"": 0}
         waiting += [({"model_name": pool.model, "key": key}, float(count)) for key, count in by_key.items()]
-    yield "vllm:num_requests_waiting", "gauge", "Requests waiting in the gateway.", waiting
+    yield "num_requests_waiting", "gauge", "Requests waiting in the gateway.", waiting
 
 
 def _of_keys(users: Sequence[KeyUser]) -> Iterator[Metric]:
@@ -181,22 +188,22 @@ def _of_keys(users: Sequence[KeyUser]) -> Iterator[Metric]:
         for (model, member), counts in user.served.items()
     ]
     for at, name, text in (
-        (2, "vllm:prompt_tokens_total", "Prompt tokens."),
-        (3, "vllm:generation_tokens_total", "Generated tokens."),
-        (0, "vllm:request_success_total", "Requests answered."),
-        (1, "corral:gateway_requests_failed_total", "Requests refused or cut off."),
+        (2, "prompt_tokens_total", "Prompt tokens."),
+        (3, "generation_tokens_total", "Generated tokens."),
+        (0, "request_success_total", "Requests answered."),
+        (1, "requests_failed_total", "Requests refused or cut off."),
     ):
         yield name, "counter", text, [(labels, counts[at]) for labels, counts in rows]
     limited = [({"key": user.name}, float(user.limited)) for user in users]
-    yield "corral:gateway_requests_limited_total", "counter", "Requests refused because of a key's limit.", limited
+    yield "requests_limited_total", "counter", "Requests refused because of a key's limit.", limited
 
 
 def _of_members(members: Sequence[Member]) -> Iterator[Metric]:
     known = [(one, {"model_name": one.model, "member": one.name}) for one in members]
     for name, (field, kind, text) in _PASSED_ON.items():
         values = [(labels, getattr(one.reading, field)) for one, labels in known if one.reading is not None]
-        yield f"vllm:{name}", kind, text, [(labels, value) for labels, value in values if value is not None]
+        yield name, kind, text, [(labels, value) for labels, value in values if value is not None]
     tokens = [(labels, one.work_tokens) for one, labels in known]
-    yield "corral:gateway_outstanding_tokens", "gauge", "Work assigned to a member, in prompt tokens.", tokens
+    yield "outstanding_tokens", "gauge", "Work assigned to a member, in prompt tokens.", tokens
     judged = [({**labels, "judged": one.judged.value, "state": one.state.value}, 1.0) for one, labels in known]
-    yield "corral:gateway_member_info", "gauge", "State of a member, and how the gateway judges it.", judged
+    yield "member_info", "gauge", "State of a member, and how the gateway judges it.", judged

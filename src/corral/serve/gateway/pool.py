@@ -25,6 +25,10 @@ class QueuedRequest(Protocol):
     arrived_s: float
     user: KeyUser
 
+    @property
+    def is_limited(self) -> bool:
+        """Whether it cannot go to every server of its model."""
+
     def try_now(self) -> bool:
         """Its turn has come; whether a member got it."""
 
@@ -115,7 +119,7 @@ class ModelPool:
             if request is None:
                 break
             if not request.try_now():
-                if not request.user.is_limited:
+                if not request.is_limited:
                     break
                 passed_over.add(request.user.name)
         self.retry_later()

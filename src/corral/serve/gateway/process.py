@@ -38,9 +38,11 @@ from corral.serve.fleet.record import (
 from corral.serve.gateway.gateway import Gateway, calm_collector
 from corral.serve.gateway.handover import Takeover, handover_listener, offer
 from corral.serve.gateway.health import HealthMonitor
+from corral.serve.gateway.member import Member
 from corral.serve.gateway.pages import Figures
 from corral.serve.gateway.policies import NEWEST
 from corral.serve.gateway.relay import GatewayLimits
+from corral.serve.gateway.url_member import UrlMember
 from corral.serve.gateway.watcher import GatewaySnapshot, Source, Watcher
 
 FIRST_PORT, PORTS = 18_000, 2_000
@@ -62,6 +64,7 @@ class GatewayProcess:
     proxy: DeploymentFolder | None = None  # it is the proxy of this deployment
     limits: GatewayLimits = LIMITS
     while_open: bool = False  # it ends with its fleets
+    urls: tuple[UrlMember, ...] = ()
     origins: tuple[str, ...] = ()  # whose pages may use it, beside those of its fleets
     predecessor: str = ""  # the running gateway whose listening socket it takes over, by its id
 
@@ -206,7 +209,7 @@ async def _serve(process: GatewayProcess, ready: Callable[[str], None], say: Cal
             await gateway.bind(process.host, process.port, takeover.listener if takeover else None)
         except OSError as error:
             raise port_refused(process.port, process.host, error, process.port_remedy) from None
-        watcher = Watcher(process.sources, lambda snapshot: _tell(loop, gateway, snapshot), say)
+        watcher = Watcher(process.sources, lambda snapshot: _tell(loop, gateway, snapshot), say, process.urls)
         watcher.start()
         with contextlib.suppress(TimeoutError):  # what is not known by then is answered with 503
             await asyncio.wait_for(gateway.has_looked.wait(), FIRST_LOOK_S)
@@ -332,16 +335,7 @@ def fleet_load(gateway: Gateway, fleet: str) -> GatewayLoad:
     now = time.monotonic()
     bins = [pool.arrivals.bins(now) for pool in pools]
     behind_s = time.time() - now
-    members = {
-        one.name: MemberLoad(
-            len(one.active),
-            round(one.work_tokens),
-            one.tokens_per_s * max(1, one.width),
-            one.progress.moved_s + behind_s if one.progress.moved_s else 0.0,
-            one.judged,
-        )
-        for one in own
-    }
+    members = {one.name: _member_load(one, behind_s) for one in own}
     return GatewayLoad(
         time.time(),
         sum(len(one.active) for one in own),
@@ -352,4 +346,15 @@ def fleet_load(gateway: Gateway, fleet: str) -> GatewayLoad:
         max((pool.oldest_wait_s() for pool in pools), default=0.0),
         members,
         sum(sum(pool.e2e.counts) for pool in pools),
+        {one.name: _member_load(one, behind_s) for one in gateway.members if one.named},
+    )
+
+
+def _member_load(one: Member, behind_s: float) -> MemberLoad:
+    return MemberLoad(
+        len(one.active),
+        round(one.work_tokens),
+        one.tokens_per_s * max(1, one.width),
+        one.progress.moved_s + behind_s if one.progress.moved_s else 0.0,
+        one.judged,
     )

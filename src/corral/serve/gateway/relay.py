@@ -178,10 +178,11 @@ class Relay:
     async def _connected(self, member: Member) -> MemberConnection:
         """A new connection to a server that may have a key of ours."""
         transport, connection = await self._gateway.loop.create_connection(
-            lambda: MemberConnection(member), *member.address
+            lambda: MemberConnection(member), *member.address, ssl=member.tls
         )
         try:
-            await member.peer_check.check(transport)
+            if member.tls is None:  # otherwise the certificate proves the peer
+                await member.peer_check.check(transport)
         except BaseException:
             connection.drop()
             raise
@@ -192,7 +193,7 @@ class Relay:
         self._end_hold()
         self._connection = connection
         self.moved_s = _now()
-        connection.send(self, self._request.message(member.host, member.authorization))
+        connection.send(self, self._request.message(member, self._forwarded.pool.model))
 
     def _leave(self, member: Member, failed: bool = False) -> None:
         member.active.discard(self)

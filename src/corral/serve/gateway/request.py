@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import time
 from typing import NamedTuple, Protocol
 
 from corral.client.errors import error_body
 from corral.client.http1 import Headers
+from corral.serve.gateway.form import is_form
 from corral.serve.gateway.member import Member, failure_summary
 from corral.serve.gateway.policies import OUTPUT_WEIGHT
 from corral.serve.gateway.pool import ModelPool
 from corral.serve.gateway.prompt import TAIL_BYTES, RoutedPrompt, find_usage
+from corral.serve.gateway.url_member import with_one_model
 from corral.serve.gateway.usage import KeyUser
 
 # headers of one connection, not of the message
@@ -26,9 +29,16 @@ HOP_BY_HOP = frozenset(
 )  # fmt: skip
 # headers that the gateway writes itself: a client's key is not passed on, the member gets its own; nor are cookies,
 # which a browser sends to every port of a machine
-REPLACED = frozenset((b"host", b"content-length", b"expect", b"authorization", b"x-api-key", b"cookie"))
+REPLACED = frozenset(
+    (b"host", b"content-length", b"expect", b"authorization", b"x-api-key", b"api-key", b"openai-organization",
+     b"openai-project", b"cookie")
+)  # fmt: skip
 _WITH_BODY = frozenset((b"POST", b"PUT", b"PATCH"))
 HIT, MISS = 0.8, 0.5  # of the tokens that were expected to be cached
+# an event of a stream with a text that is not empty: of chats, completions, responses or messages, and tool calls
+_has_content = re.compile(
+    rb'"(?:content|text|delta|reasoning|reasoning_content|arguments|thinking|partial_json)": ?"[^"]'
+).search
 _now = time.monotonic
 
 
@@ -61,13 +71,16 @@ class Request(NamedTuple):
     def bare_path(self) -> bytes:
         return self.path.partition(b"?")[0]
 
-    def message(self, host: bytes, authorization: bytes = b"") -> list[bytes | bytearray]:
-        """The bytes that are sent to a member at `host`, with the header line of its key."""
-        kept = forwarded_headers(self.headers, REPLACED) + authorization
-        size = len(self.body)
+    def message(self, member: Member, model: str) -> list[bytes | bytearray]:
+        """The bytes that are sent to a member, with the header line of its key; `model`: that it is chosen for."""
+        kept = forwarded_headers(self.headers, REPLACED) + member.authorization
+        kind = next((value for name, value in self.headers if name == b"content-type"), b"")
+        body = with_one_model(self.body, model) if member.named and self.body and not is_form(kind) else self.body
+        size = len(body)
         length = b"content-length: %d\r\n" % size if size or self.method in _WITH_BODY else b""
-        head = b"%b %b HTTP/1.1\r\nhost: %b\r\n%b%b\r\n" % (self.method, self.path, host, kept, length)
-        return [head, self.body] if size else [head]
+        where = (self.method, member.prefix, self.path, member.host)
+        head = b"%b %b%b HTTP/1.1\r\nhost: %b\r\n%b%b\r\n" % (*where, kept, length)
+        return [head, body] if size else [head]
 
 
 class Attempt(Protocol):
@@ -80,16 +93,18 @@ class ForwardedRequest:
     """One request for a model: its member, its turn, and what its answer says."""
 
     __slots__ = (
-        "_age", "_before", "_expected", "_its_turn", "_last", "_output", "_pieces", "_prefill", "_relay", "_streams",
-        "_tried", "arrived_s", "member", "output_tokens", "pool", "prompt", "prompt_tokens", "started", "user",
+        "_age", "_before", "_expected", "_has_content", "_its_turn", "_last", "_output", "_pieces", "_prefill",
+        "_relay", "_streams", "_to_urls", "_tried", "arrived_s", "member", "output_tokens", "pool", "prompt",
+        "prompt_tokens", "started", "user",
     )  # fmt: skip
 
-    def __init__(self, pool: ModelPool, user: KeyUser, prompt: RoutedPrompt) -> None:
+    def __init__(self, pool: ModelPool, user: KeyUser, prompt: RoutedPrompt, to_urls: bool = True) -> None:
         self.pool, self.user, self.prompt = pool, user, prompt
+        self._to_urls = to_urls  # it may go to servers that Corral did not start
         self.member: Member | None = None  # whose work it is, or was last
         self._tried: tuple[Member, ...] = ()  # they had it and gave no answer: others come first
         self.arrived_s = _now()
-        self.started = self._its_turn = self._streams = False
+        self.started = self._its_turn = self._streams = self._has_content = False
         self._relay: Attempt | None = None
         self._prefill = self._output = self._expected = 0.0
         self._age: float | None = None
@@ -136,11 +151,17 @@ class ForwardedRequest:
     def another_ready(self, member: Member, now_s: float) -> bool:
         return any(one is not member and one.down_until_s <= now_s for one in self._open(self.pool.ready))
 
+    @property
+    def is_limited(self) -> bool:
+        """Whether it cannot go to every server of its model."""
+        return self.user.is_limited or not self._to_urls
+
     def _open(self, members: list[Member]) -> list[Member]:
-        """Those that its key is good for: servers of one name may belong to several deployments."""
-        if not self.user.is_limited:
+        """Those that it may go to: servers of one name may belong to several deployments."""
+        if not self.is_limited:
             return members
-        return [one for one in members if one.is_open_to(self.user, self.pool.model)]
+        allowed = [one for one in members if self._to_urls or not one.named]
+        return [one for one in allowed if one.is_open_to(self.user, self.pool.model)]
 
     def failure_summary(self) -> str:
         """Why all servers that it could go to have failed, when they have."""
@@ -178,7 +199,6 @@ class ForwardedRequest:
     def answer_began(self, member: Member, headers: Headers) -> bytes:
         """The head of an answer goes to the client; header lines to add."""
         now = _now()
-        self.pool.ttft.add(now - self.arrived_s)
         member.work_tokens -= self._prefill
         self._prefill = 0.0
         member.progress.moved(now)
@@ -191,6 +211,9 @@ class ForwardedRequest:
         """Bytes of the answer's body arrived."""
         self._before, self._last = self._last, data
         self._pieces += len(data)
+        if self._streams and not self._has_content and any(map(_has_content, data)):
+            self._has_content = True
+            self.pool.ttft.add(now_s - self.arrived_s)
         if self.member is not None:
             self.member.progress.moved(now_s)
 

@@ -1,4 +1,4 @@
-"""The servers behind a gateway: the members of fleets and chains, and single deployments.
+"""The servers behind a gateway: the members of fleets and chains, single deployments, and servers at a URL.
 
 A thread finds out how they are, because that reads files and asks schedulers; the gateway's loop is told. Each
 reading has three outcomes: good, gone for certain (the folder does not exist), and unknown. On unknown (a file system
@@ -30,6 +30,7 @@ from corral.serve.fleet.chain import DeploymentReading, read_chain, read_deploym
 from corral.serve.fleet.record import FleetFolder, FleetMember, find_fleet, read_fleet
 from corral.serve.gateway.keys import digest_of, read_keys
 from corral.serve.gateway.member import MemberReading
+from corral.serve.gateway.url_member import UrlMember
 from corral.serve.gateway.usage import KeyGrant
 
 INTERVAL_S = 1.0
@@ -106,9 +107,10 @@ class Watcher(threading.Thread):
         sources: Sequence[Source],
         tell: Callable[[GatewaySnapshot], None],
         say: Callable[[str], None] = lambda _: None,
+        urls: Sequence[UrlMember] = (),
     ) -> None:
         super().__init__(name="corral-gateway-watcher", daemon=True)
-        self._sources, self._tell, self._say = sources, tell, say
+        self._sources, self._tell, self._say, self._urls = sources, tell, say, urls
         self._stop = threading.Event()
         self._known_sources: dict[str, _SourceReading] = {}  # by what is read: a fleet, a deployment, clients' keys
         self._failing: set[str] = set()
@@ -147,6 +149,7 @@ class Watcher(threading.Thread):
                 known[folder.name] = one
                 readings.append(self._reading(one, name, source.model, leaving))
         self._known = known
+        readings += map(self._url_reading, self._urls)
         grants = [grant for source in files.values() for grant in source.grants]
         unknown = [_unknown_text(name, source) for name, source in files.items() if source.failure]
         return GatewaySnapshot(tuple(readings), tuple(grants), tuple(unknown))
@@ -191,6 +194,17 @@ class Watcher(threading.Thread):
         text = status.text if status else one.text
         seats, given = self._seats_of(one), self._adapters_of(one)
         return MemberReading(name, state, url, text, model, key, seats, source, leaving, given)
+
+    def _url_reading(self, one: UrlMember) -> MemberReading:
+        """A server at a URL: ready until it is found not to answer, and unknown as long as its key was not read."""
+        state, text = State.READY, ""
+        try:
+            self._addresses[one.name] = one.name, one.endpoint.key() or ""
+        except CorralError as error:
+            text = error.message
+            state = State.READY if one.name in self._addresses else State.UNKNOWN
+        url, key = self._addresses.get(one.name, ("", ""))
+        return MemberReading(one.name, state, url, text, one.models[0], key, source=one.name, named=one.models)
 
     def _open_tunnel(self, folder: DeploymentFolder, stamp: Stamp) -> None:
         """Open a tunnel where one is needed and none is held: it may never have been opened, or its holder died."""
