@@ -6,9 +6,11 @@ import asyncio
 import io
 import json
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -107,10 +109,95 @@ def test_a_batch_through_the_sdk(server: FakeServer, tmp_path: Path) -> None:
 def test_bad_input_fails_the_batch_and_says_where(server: FakeServer, tmp_path: Path) -> None:
     with BatchService(options(server, tmp_path / "kept")) as service, sdk(service) as client:
         rows = [row(1), row(1), {"custom_id": "x"}, {**row(4), "url": "/v1/completions"}, row(5, model="gpt-4o")]
-        rows.append(row(6, max_tokens=10_000_000))
         batch = ended(client, create(client, upload(client, rows)).id)
         assert batch.status == "failed"
-        assert sorted(error.line for error in batch.errors.data) == [2, 3, 4, 5, 6]
+        assert sorted(error.line for error in batch.errors.data) == [2, 3, 4, 5]
+    with BatchService(replace(options(server, tmp_path / "kept"), skip_bad=True)) as service, sdk(service) as client:
+        batch = ended(client, create(client, upload(client, rows)).id)
+        counts = batch.request_counts
+        assert (batch.status, counts.completed, counts.failed) == ("completed", 1, 4)
+        assert [one["error"]["code"] for one in lines_of(client, batch.error_file_id)] == ["invalid_row"] * 4
+
+
+def lines_of(client: openai.OpenAI, file: str) -> list[Any]:
+    return [json.loads(line) for line in client.files.content(file).text.splitlines()]
+
+
+def test_rows_that_the_server_refuses_are_results(server: FakeServer, tmp_path: Path) -> None:
+    """Too long, or refused otherwise: also where nearly all are, the rest is done, in OpenAI's shapes."""
+    server.set_faults("status:code=422,match=Question 1")
+    wanted = replace(options(server, tmp_path / "kept"), settings=RunnerSettings(backoff_s=0.01, runaway_rows=5))
+    with BatchService(wanted) as service, sdk(service) as client:
+        long = {"messages": [{"role": "user", "content": "word " * 20_000}]}
+        rows = [row(1), *(row(n, **long) for n in range(2, 14)), row(20), row(21, max_tokens=10_000_000)]
+        batch = ended(client, create(client, upload(client, rows)).id)
+        counts = batch.request_counts
+        assert (batch.status, counts.total, counts.completed, counts.failed) == ("completed", 15, 1, 14)
+        refused = {one["custom_id"]: one for one in lines_of(client, batch.error_file_id)}
+        assert {one["response"]["status_code"] for one in refused.values()} == {400, 422}
+        assert all(one["error"] is None for one in refused.values())
+        body = refused["q2"]["response"]["body"]
+        assert batch.model == "fake"
+        assert "maximum context length" in body["error"]["message"]
+        assert {"message", "type", "param", "code"} <= body["error"].keys()
+        (answer,) = lines_of(client, batch.output_file_id)
+        own = answer["response"]["body"]["usage"]
+        usage = batch.usage
+        assert (usage.input_tokens, usage.output_tokens) == (own["prompt_tokens"], own["completion_tokens"])
+        assert usage.total_tokens == own["total_tokens"]
+        assert usage.input_tokens_details.cached_tokens >= 0
+        assert usage.output_tokens_details.reasoning_tokens == 0
+
+
+def test_a_cancel_gives_up_rows_under_way(server: FakeServer, tmp_path: Path) -> None:
+    wanted = replace(options(server, tmp_path / "kept"), settings=RunnerSettings(backoff_s=0.01, drain_s=3600))
+    with BatchService(wanted) as service, sdk(service) as client:
+        server.set_faults("hang:match=Question 7")
+        batch = create(client, upload(client, [row(n) for n in range(8)]))
+        until(lambda: service.store.batch(batch.id)["request_counts"]["completed"] == 7, "the other rows")
+        assert client.batches.cancel(batch.id).status == "cancelling"
+        stopped = ended(client, batch.id)
+        counts = stopped.request_counts
+        assert (stopped.status, counts.total, counts.completed, counts.failed) == ("cancelled", 8, 7, 0)
+        assert stopped.cancelling_at <= stopped.cancelled_at
+        answers = lines_of(client, stopped.output_file_id)
+        assert len(answers) == 7
+        assert stopped.usage.input_tokens == sum(one["response"]["body"]["usage"]["prompt_tokens"] for one in answers)
+
+
+def test_files_expire(server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hour: Any = {"anchor": "created_at", "seconds": 3600}
+    with BatchService(options(server, tmp_path / "kept")) as service, sdk(service) as client:
+        data = io.BytesIO(json.dumps(row(1)).encode() + b"\n")
+        file = client.files.create(file=("rows.jsonl", data), purpose="batch", expires_after=hour)
+        assert file.expires_at == file.created_at + 3600
+        made = client.batches.create(
+            input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h", output_expires_after=hour
+        )
+        batch = ended(client, made.id)
+        output = client.files.retrieve(batch.output_file_id)
+        assert output.expires_at == output.created_at + 3600
+        kept = upload(client, [row(2)])
+        assert client.files.retrieve(kept).expires_at is None
+        contents = [service.store.content(file.id), service.store.content(output.id)]
+        for bad in ({"anchor": "created_at", "seconds": 60}, {"anchor": "now", "seconds": 3600}):
+            with pytest.raises(openai.BadRequestError, match="expires_after"):
+                client.files.create(file=("rows.jsonl", b"{}"), purpose="batch", expires_after=bad)  # type: ignore[arg-type]
+            with pytest.raises(openai.BadRequestError, match="output_expires_after"):
+                client.batches.create(
+                    input_file_id=kept, endpoint="/v1/chat/completions", completion_window="24h",
+                    output_expires_after=bad,  # type: ignore[arg-type]
+                )  # fmt: skip
+        waiting = service.store.add_batch(file.id, "/v1/chat/completions", "24h", None)["id"]
+        later = time.time() + 3700
+        monkeypatch.setattr("corral.use.batch.service.store.time.time", lambda: later)
+        assert {one.id for one in client.files.list()} == {kept, file.id}  # a batch still reads it
+        service.store.change(waiting, "cancelled")
+        assert [one.id for one in client.files.list()] == [kept]
+        assert not [one for one in contents if one.exists()]
+        for gone in (file.id, output.id):
+            with pytest.raises(openai.NotFoundError):
+                client.files.content(gone)
 
 
 def test_cancel_keeps_what_is_done(server: FakeServer, tmp_path: Path) -> None:
@@ -224,7 +311,7 @@ def test_the_rest_of_the_sdks_surface(server: FakeServer, tmp_path: Path) -> Non
         assert client.files.wait_for_processing(file.id).status == "processed"
         made = [create(client, file.id).id for _ in range(3)]
         done = [ended(client, identity) for identity in made]
-        assert all(batch.usage is None and batch.object == "batch" for batch in done)
+        assert all(batch.usage.output_tokens and batch.object == "batch" for batch in done)
         page = client.batches.list(limit=2)
         assert page.has_more
         assert {batch.id for batch in page} == set(made)  # through all pages

@@ -205,6 +205,7 @@ def check(as_json: bool, **options: Any) -> None:
 @click.option("--bind", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8100, show_default=True, help="Port; 0: any free one.")
 @click.option("--any-model", is_flag=True, help="Rows that name another model get the served one.")
+@click.option("--skip-bad", is_flag=True, help="Send bad rows to the error file and do the others.")
 @click.option("--jobs", type=click.IntRange(min=1), default=2, show_default=True, help="Batches that run at once.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON line when ready.")
 def serve(**options: Any) -> int:
@@ -220,6 +221,7 @@ def serve(**options: Any) -> int:
         port=options["port"],
         jobs=options["jobs"],
         any_model=options["any_model"],
+        skip_bad=options["skip_bad"],
         as_json=options["as_json"],
     )
     return serve_forever(service)

@@ -34,6 +34,7 @@ class RequestError(CorralError):
 
     retryable: ClassVar[bool] = False
     status: int | None = None
+    answer: bytes = b""  # the server's own, where there is one
 
 
 class ServerGoneError(RequestError, UnreachableError):
@@ -117,6 +118,9 @@ def error_body(message: str, kind: str, code: int | str | None = None, param: st
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
+LARGEST_ANSWER_BYTES = 1 << 16
+
+
 def _message_and_code(body: bytes) -> tuple[str, Any]:
     """The server's message and code, from vLLM's, OpenAI's or FastAPI's error shape."""
     try:
@@ -135,7 +139,7 @@ def error_from_status(
     """The error for an HTTP status other than 200."""
     message, _ = _message_and_code(body)
     error = _from_status(status, message, where, model)
-    error.status = status
+    error.status, error.answer = status, body[:LARGEST_ANSWER_BYTES]
     error.details["status"] = status
     if isinstance(error, OverloadedError) and retry_after:
         try:

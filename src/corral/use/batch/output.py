@@ -10,6 +10,7 @@ until then the output does not exist, and a crash leaves nothing half made.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -67,9 +68,11 @@ def check_output(path: Path) -> None:
 class BatchWork:
     """Turns rows into requests and replies into lines, for `corral batch`."""
 
-    def __init__(self, recipe: Recipe, table: Table, models: tuple[str, ...], shape: str, answer: str) -> None:
+    def __init__(
+        self, recipe: Recipe, table: Table, models: tuple[str, ...], shape: str, answer: str, as_service: bool = False
+    ) -> None:
         self._recipe, self._table, self._models = recipe, table, models
-        self._shape, self._answer = shape, answer
+        self._shape, self._answer, self._as_service = shape, answer, as_service
 
     def first_step(self, number: int, raw: bytes) -> RowStep:
         parsed = self._recipe.read(raw, self._table.lines[number], self._models)
@@ -86,9 +89,11 @@ class BatchWork:
         except DataError:
             identity = None
         status = getattr(error, "status", None)
-        body = error_body(error.message, type(error).__name__, status)
+        body = _own_body(error) or error_body(error.message, type(error).__name__, status)
         response = {"status_code": status, "request_id": "", "body": body} if status else None
         code = type(error).__name__.removesuffix("Error")
+        if response and self._as_service:  # OpenAI's batches have an error beside a response in no line
+            return _error_line(identity, line, "", "", response)
         return _error_line(identity, line, code, error.message, response)
 
     def _openai(self, identity: str, reply: Reply) -> bytes:
@@ -112,6 +117,15 @@ class BatchWork:
         return _encode(row) + b"\n"
 
 
+def _own_body(error: CorralError) -> Any:
+    """The server's own error, where it has OpenAI's shape."""
+    with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        body = msgspec.json.decode(getattr(error, "answer", b""))
+        if isinstance(body, dict) and isinstance(body.get("error"), dict):
+            return body
+    return None
+
+
 def problem_line(problem: RowProblem, table: Table) -> bytes:
     """The error line of a row that was found bad by the check; an id that belongs to another row is left out."""
     owned = problem.id is not None and table.ids[problem.row] == hash64(problem.id.encode())
@@ -121,7 +135,7 @@ def problem_line(problem: RowProblem, table: Table) -> bytes:
 
 def _error_line(identity: str | None, line: int, code: str, message: str, response: Any) -> bytes:
     name = hash64((identity if identity is not None else f"\0line {line}").encode())
-    error = {"code": code, "message": message, "line": line}
+    error = {"code": code, "message": message, "line": line} if code else None
     whole = {"id": f"batch_req_{name:016x}", "custom_id": identity, "response": response, "error": error}
     return _encode(whole) + b"\n"
 

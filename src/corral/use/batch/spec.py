@@ -55,6 +55,7 @@ class BatchSpec:
     skip_bad: bool = False
     force: bool = False
     retry_failed: bool = False
+    as_service: bool = False  # as OpenAI's batch API has it: the server itself refuses rows that are too long
     saved: bool = False  # the rows are those that were checked and kept: the input cannot be read again
 
 
@@ -124,6 +125,7 @@ class BatchRecord:
     start_model: ModelToStart | None = field(default=None, metadata=renamed_from("offline"))
     in_process: bool = False
     jobs: int = 1
+    as_service: bool = False
 
     @property
     def servers(self) -> BatchServers:
@@ -144,7 +146,7 @@ class PreparedBatch:
         """The requests and the result lines of the rows."""
         record = self.record
         models = (record.model,) if record.model else ()
-        return BatchWork(record.recipe, self.table, models, record.shape, record.answer)
+        return BatchWork(record.recipe, self.table, models, record.shape, record.answer, record.as_service)
 
     def bad_rows(self) -> Iterator[LedgerEntry]:
         """The error lines of rows that were found bad."""
@@ -226,7 +228,7 @@ def prepare(
         checked = _saved(before, folder) if spec.saved else _reuse(before, source, folder) if same else None
         fresh = checked is None
         if checked is None:
-            checked = _check(spec, source, recipe, folder, models, context, counter)
+            checked = _check(spec, source, recipe, folder, models, None if spec.as_service else context, counter)
         record = _record(spec, source, checked, folder, model, before, servers)
         if before is not None:
             _compare(before, record, spec, folder, busy)
@@ -305,6 +307,7 @@ def _record(
         start_model=servers.start_model,
         in_process=servers.in_process,
         jobs=servers.jobs,
+        as_service=spec.as_service,
     )
 
 

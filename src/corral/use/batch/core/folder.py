@@ -40,6 +40,7 @@ from corral.base.lock import SILENT_S, FileLock, lock_holder
 from corral.base.processes import Identity, own_identity
 
 COMPRESSIONS = (".gz", ".zst")
+AT_ONCE = "at once\n"  # in the file that cancels: rows under way are given up
 BEFORE = ".before"
 
 
@@ -106,6 +107,16 @@ class BatchFolder:
     @property
     def cancel(self) -> Path:
         return self.path / "cancel"
+
+    def cancel_at_once(self) -> None:
+        """Stop the batch without waiting for rows under way."""
+        write_atomic(self.cancel, AT_ONCE)
+
+    @property
+    def cancels_at_once(self) -> bool:
+        with contextlib.suppress(OSError):
+            return self.cancel.read_text() == AT_ONCE
+        return False
 
     @property
     def jobs(self) -> Path:

@@ -264,10 +264,15 @@ class _Loop:
         self._listener.tick(counts, runner)
 
     def _check_cancel(self, runner: Runner) -> None:
-        if self._assignment.folder.cancel.exists() and not runner.stopped:
+        folder = self._assignment.folder
+        if folder.cancel.exists() and not runner.stopped:
+            at_once = folder.cancels_at_once
             self._cancelled = True
-            self._listener.note("cancelled", "asked to stop; rows under way may finish")
+            under_way = "are given up" if at_once else "may finish"
+            self._listener.note("cancelled", f"asked to stop; rows under way {under_way}")
             runner.stop()
+            if at_once:
+                runner.stop()
 
     def _on_signals(self, runner: Runner) -> Callable[[], None]:
         """Stop on Ctrl-C, SIGTERM and SIGUSR1 (a walltime warning); a second signal gives up the rows under way."""

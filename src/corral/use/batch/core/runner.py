@@ -96,6 +96,7 @@ class RunnerSettings:
     hang_s: float = 300.0  # how long an engine may have work and make no token
     runaway_rows: int = 100  # of so many finished rows …
     runaway_share: float = 0.8  # … this share may fail; 1 never stops
+    refusals_fail: bool = True  # a row that the server refuses (4xx) counts among these
     most_weight: int | None = None  # of requests at one server at once; a heavier one goes alone
     wait: bool = False  # also for a server that has ended, and comes back only if somebody starts it again
 
@@ -379,7 +380,8 @@ class Runner:
         else:
             self.counts.failed += 1
             self.counts.errors[type(error).__name__] += 1
-        self._recent.append(kind == FINE)
+        refused = isinstance(error, RequestError) and 400 <= (error.status or 0) < 500
+        self._recent.append(kind == FINE or (refused and not self.settings.refusals_fail))
         if error is not None:
             self._check_runaway(error)
 

@@ -38,7 +38,7 @@ from corral.serve.asgi_server import Hosted, Refusal, note_key
 from corral.serve.connections import LIMITS, ServerLimits
 from corral.use.batch.core.folder import BatchLock
 from corral.use.batch.core.runner import RunnerSettings
-from corral.use.batch.service.store import ENDED, Store, receive
+from corral.use.batch.service.store import ENDED, Store, life_of, receive
 from corral.use.batch.service.workers import Workers
 from corral.use.batch.spec import BatchServers
 
@@ -153,7 +153,10 @@ class _Api:
             if form.get("purpose") != "batch":
                 purpose = str(form.get("purpose"))[:80]
                 raise Refusal(400, f"purpose is {purpose!r}; this server keeps files for 'batch'.")
-            about = await run_in_threadpool(self._store.keep_upload, identity, form["filename"], "batch", path)
+            prefix = "expires_after["
+            policy = {name[len(prefix) : -1]: value for name, value in form.items() if name.startswith(prefix)}
+            kept = (identity, form["filename"], "batch", path, life_of(policy, "expires_after"))
+            about = await run_in_threadpool(self._store.keep_upload, *kept)
         except BaseException:
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
@@ -190,9 +193,10 @@ class _Api:
         metadata = body.get("metadata")
         if not isinstance(metadata, dict | None):
             raise Refusal(400, "metadata is not an object.")
+        life_s = life_of(body.get("output_expires_after"), "output_expires_after")
         await run_in_threadpool(self._store.file, file)
         window = str(body.get("completion_window", "24h"))[:80]
-        batch = await run_in_threadpool(self._store.add_batch, file, endpoint, window, metadata)
+        batch = await run_in_threadpool(self._store.add_batch, file, endpoint, window, metadata, life_s)
         self._queue.submit(batch["id"])
         return JSONResponse(batch)
 
@@ -256,6 +260,7 @@ class ServiceOptions:
     port: int = 8100
     jobs: int = 2
     any_model: bool = False
+    skip_bad: bool = False
     as_json: bool = False
     largest_upload_bytes: int = 64 << 30
     limits: ServerLimits = LIMITS
@@ -282,7 +287,9 @@ class BatchService:
             self._lock.__exit__(None, None, None)
             raise
         options = self.options
-        self.workers = Workers(self.store, options.servers, options.jobs, options.any_model, options.settings)
+        self.workers = Workers(
+            self.store, options.servers, options.jobs, options.any_model, options.settings, options.skip_bad
+        )
         app = make_app(self.store, self.workers, key, options.largest_upload_bytes)
         self._hosted.start(app)
         return self

@@ -34,6 +34,25 @@ from corral.use.batch.core.table import save_json
 
 _ID = re.compile(r"[A-Za-z0-9_-]{1,80}")
 ENDED = ("completed", "failed", "cancelled", "expired")
+_OUTPUT_LIFE = "output_life_s"  # a field of stored batches that clients do not see
+SHORTEST_LIFE_S, LONGEST_LIFE_S = 3600, 30 * 86400  # as OpenAI has them
+
+
+def life_of(policy: Any, name: str) -> int | None:
+    """How long a file is to be kept, by its `expires_after`; None: until it is deleted."""
+    if policy is None or policy == {}:
+        return None
+    seconds = policy.get("seconds") if isinstance(policy, dict) else None
+    if isinstance(seconds, str) and seconds.isascii() and seconds.isdigit():  # of a form
+        seconds = int(seconds[:9])
+    if (
+        not isinstance(seconds, int)
+        or not SHORTEST_LIFE_S <= seconds <= LONGEST_LIFE_S
+        or policy.get("anchor") != "created_at"
+    ):
+        bounds = f"{SHORTEST_LIFE_S:,} to {LONGEST_LIFE_S:,}"
+        raise Refusal(400, f"{name} is not an object with the anchor 'created_at' and {bounds} seconds.")
+    return seconds
 
 
 class Store:
@@ -63,11 +82,13 @@ class Store:
         identity = f"file-{secrets.token_hex(12)}"
         return identity, self._files / f".{identity}.upload"
 
-    def keep_upload(self, identity: str, filename: str, purpose: str, upload: Path) -> dict[str, Any]:
+    def keep_upload(
+        self, identity: str, filename: str, purpose: str, upload: Path, life_s: int | None = None
+    ) -> dict[str, Any]:
         """The file object of a complete upload."""
         path = self._files / f"{identity}.data"
         upload.replace(path)
-        return self.add_file(identity, filename, purpose, path)
+        return self.add_file(identity, filename, purpose, path, life_s)
 
     def drop_broken_uploads(self) -> None:
         """Remove uploads that an earlier run of the service left unfinished; no other process may use the folder."""
@@ -77,13 +98,17 @@ class Store:
             if not left.with_suffix(".json").exists():
                 left.unlink()
 
-    def add_file(self, identity: str, filename: str, purpose: str, path: Path) -> dict[str, Any]:
-        """The file object of content that is on disk."""
+    def add_file(
+        self, identity: str, filename: str, purpose: str, path: Path, life_s: int | None = None
+    ) -> dict[str, Any]:
+        """The file object of content that is on disk; it is removed `life_s` after now."""
+        now = int(time.time())
         about = {
             "id": identity,
             "object": "file",
             "bytes": path.stat().st_size,
-            "created_at": int(time.time()),
+            "created_at": now,
+            "expires_at": now + life_s if life_s else None,
             "filename": filename,
             "purpose": purpose,
             "status": "processed",
@@ -92,22 +117,44 @@ class Store:
         return about
 
     def file(self, identity: str) -> dict[str, Any]:
-        about = self._read(self._files, identity, "file")
+        about = self._file(identity)
         about.pop("path", None)
         return about
 
     def content(self, identity: str) -> Path:
-        return Path(self._read(self._files, identity, "file")["path"])
+        return Path(self._file(identity)["path"])
+
+    def _file(self, identity: str) -> dict[str, Any]:
+        about = self._read(self._files, identity, "file")
+        if self._has_expired(about):
+            self._remove_file(about)
+            return self._read(self._files, identity, "file")
+        return about
+
+    def _has_expired(self, about: dict[str, Any]) -> bool:
+        """Whether a file's time is over, and no batch still reads it."""
+        if (about.get("expires_at") or float("inf")) > time.time():
+            return False
+        batches = self._all(self._batches)
+        return all(one["input_file_id"] != about["id"] or one["status"] in ENDED for one in batches)
 
     def delete_file(self, identity: str) -> None:
-        path = self.content(identity)
-        if path.parent == self._files:
+        self._remove_file(self._file(identity))
+
+    def _remove_file(self, about: dict[str, Any]) -> None:
+        path = Path(about["path"])
+        if path.parent in (self._files, self._batches):
             path.unlink(missing_ok=True)
-        (self._files / f"{identity}.json").unlink(missing_ok=True)
+        (self._files / f"{about['id']}.json").unlink(missing_ok=True)
 
     def files(self) -> list[dict[str, Any]]:
-        """All file objects, newest first."""
-        files = self._all(self._files)
+        """All file objects, newest first; those that have expired are removed."""
+        files = []
+        for about in self._all(self._files):
+            if self._has_expired(about):
+                self._remove_file(about)
+            else:
+                files.append(about)
         for about in files:
             about.pop("path", None)
         return files
@@ -117,11 +164,18 @@ class Store:
     def output_of(self, identity: str) -> Path:
         return self._batches / f"{identity}.jsonl"
 
-    def add_batch(self, input_file: str, endpoint: str, window: str, metadata: Any) -> dict[str, Any]:
+    def output_life_s(self, identity: str) -> int | None:
+        """How long the files of a batch are kept after they were made."""
+        life_s: int | None = self._read(self._batches, identity, "batch").get(_OUTPUT_LIFE)
+        return life_s
+
+    def add_batch(
+        self, input_file: str, endpoint: str, window: str, metadata: Any, output_life_s: int | None = None
+    ) -> dict[str, Any]:
         """A new batch object, waiting to be checked."""
         now = int(time.time())
         empty = ("errors", "output_file_id", "error_file_id", "in_progress_at", "finalizing_at", "completed_at",
-                 "failed_at", "expired_at", "cancelling_at", "cancelled_at")  # fmt: skip
+                 "failed_at", "expired_at", "cancelling_at", "cancelled_at", "usage", "model")  # fmt: skip
         batch = {
             "id": f"batch_{secrets.token_hex(12)}",
             "object": "batch",
@@ -133,6 +187,7 @@ class Store:
             "expires_at": now + 365 * 86400,
             "request_counts": {"total": 0, "completed": 0, "failed": 0},
             "metadata": metadata,
+            _OUTPUT_LIFE: output_life_s,
             **dict.fromkeys(empty),
         }
         self._save(batch)
@@ -154,7 +209,8 @@ class Store:
 
     def _shown(self, batch: dict[str, Any]) -> dict[str, Any]:
         """The batch with `waiting_for`, an addition to OpenAI's object: null, or the reason and since when."""
-        return {**batch, "waiting_for": None if batch["status"] in ENDED else self._waits.get(batch["id"])}
+        shown = {name: value for name, value in batch.items() if name != _OUTPUT_LIFE}
+        return {**shown, "waiting_for": None if batch["status"] in ENDED else self._waits.get(batch["id"])}
 
     def change(self, identity: str, status: str | None = None, **values: Any) -> dict[str, Any]:
         """Change a batch; a new status gets its time. An ended batch stays as it is."""

@@ -11,14 +11,18 @@ from __future__ import annotations
 import contextlib
 import enum
 import errno
+import io
 import os
 import queue
 import tempfile
 import threading
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from corral.base.errors import CorralError, NotFoundError, UnreachableError
 from corral.serve.asgi_server import without_paths
@@ -92,6 +96,7 @@ def has_room(folder: Path) -> bool:
 
 RETRY_S = 5.0
 SUPERVISE_S = 1.0
+SWEEP_S = 60.0
 MOST_DEATHS = 3
 NO_MODEL = "Waiting: the model does not answer. The batch continues by itself when it does."
 
@@ -100,9 +105,16 @@ class Workers:
     """Runs the batches of a store, `count` at once."""
 
     def __init__(
-        self, store: Store, servers: BatchServers, count: int, any_model: bool, settings: RunnerSettings
+        self,
+        store: Store,
+        servers: BatchServers,
+        count: int,
+        any_model: bool,
+        settings: RunnerSettings,
+        skip_bad: bool = False,
     ) -> None:
-        self._store, self._where, self._any_model, self._settings = store, servers, any_model, settings
+        self._store, self._where, self._any_model, self._skip_bad = store, servers, any_model, skip_bad
+        self._settings = replace(settings, refusals_fail=False)
         self._queue: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._stop = threading.Event()
         self._running: dict[threading.Thread, str] = {}  # the batch of each worker
@@ -120,7 +132,7 @@ class Workers:
     def cancel(self, identity: str) -> dict[str, Any]:
         """Ask a batch to stop; one that has not begun stops at once."""
         batch = self._store.change(identity, "cancelling")
-        _ask_to_stop(self._store, identity)
+        _cancel(self._store, identity)
         return batch
 
     def close(self) -> None:
@@ -129,7 +141,8 @@ class Workers:
         self._supervisor.join(30)
         for batch in self._store.batches():
             if batch["status"] in ("in_progress", "validating"):
-                _ask_to_stop(self._store, batch["id"])
+                with contextlib.suppress(OSError):
+                    BatchFolder(self._store.output_of(batch["id"])).cancel.touch()
         for _ in self._threads:
             self._queue.put(None)
         for thread in self._threads:
@@ -143,9 +156,13 @@ class Workers:
         return thread
 
     def _supervise(self) -> None:
+        swept_s = time.monotonic()
         while not self._stop.wait(SUPERVISE_S):
             with contextlib.suppress(Exception):  # no thread, no disk: tried again soon
                 self._replace_dead()
+                if time.monotonic() - swept_s > SWEEP_S:
+                    swept_s = time.monotonic()
+                    self._store.files()  # removes those that have expired
 
     def _replace_dead(self) -> None:
         for number, thread in enumerate(self._threads):
@@ -218,6 +235,8 @@ class Workers:
             recipe=Recipe(kind=OPENAI, any_model=self._any_model, only_path=batch["endpoint"]),
             input_format="jsonl",
             shape=OPENAI,
+            skip_bad=self._skip_bad,
+            as_service=True,
         )
         while not self._stop.is_set():
             try:
@@ -235,9 +254,9 @@ class Workers:
                 self._fail(identity, _errors(error))
                 return
             if result.summary.done:
-                self._end(identity, "completed", result.summary.rows)
+                self._end(identity, "completed", result.summary.rows, result.model)
             elif not self._stop.is_set():
-                self._end(identity, "cancelled")
+                self._end(identity, "cancelled", result.summary.rows, result.model)
             return
 
     def _input(self, batch: dict[str, Any]) -> Path | None:
@@ -246,28 +265,73 @@ class Workers:
             return content if content.exists() else None
         return None
 
-    def _end(self, identity: str, status: str, rows: int = 0) -> None:
+    def _end(self, identity: str, status: str, rows: int = 0, model: str | None = None) -> None:
         """Add the files of a batch to the store, then its end."""
         folder = BatchFolder(self._store.output_of(identity))
         files: dict[str, str] = {}
+        life_s = self._store.output_life_s(identity)
         for name, path in (("output_file_id", folder.output), ("error_file_id", folder.errors)):
             if path.exists() and path.stat().st_size:
                 files[name] = f"file-{identity[6:]}-{name.partition('_')[0]}"
-                self._store.add_file(files[name], path.name, "batch_output", path)
-        counts = dict(self._store.batch(identity)["request_counts"])
+                self._store.add_file(files[name], path.name, "batch_output", path, life_s)
         if status == "completed":
-            failed = _count_lines(folder.errors)
-            counts = {"total": rows, "completed": rows - failed, "failed": failed}
             self._store.change(identity, "finalizing")
-        self._store.change(identity, status, request_counts=counts, **files)
+        completed, usage = _lines_and_usage(folder.output)
+        total = rows or self._store.batch(identity)["request_counts"]["total"]
+        counts = {"total": total, "completed": completed, "failed": _count_lines(folder.errors)}
+        self._store.change(identity, status, request_counts=counts, usage=usage, model=model, **files)
 
     def _fail(self, identity: str, errors: list[dict[str, Any]]) -> None:
         self._store.change(identity, "failed", errors={"object": "list", "data": errors})
 
 
-def _ask_to_stop(store: Store, identity: str) -> None:
+def _cancel(store: Store, identity: str) -> None:
     with contextlib.suppress(OSError):  # it has no folder yet: `_Counter` reads its status
-        BatchFolder(store.output_of(identity)).cancel.touch()
+        BatchFolder(store.output_of(identity)).cancel_at_once()
+
+
+class _Tokens(msgspec.Struct):
+    """The tokens of one answer, as the server counts them."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int | None = 0
+    prompt_tokens_details: dict[str, int | None] | None = None
+    completion_tokens_details: dict[str, int | None] | None = None
+
+
+class _Body(msgspec.Struct):
+    usage: _Tokens | None = None
+
+
+class _Response(msgspec.Struct):
+    body: _Body
+
+
+class _Line(msgspec.Struct):
+    response: _Response
+
+
+def _lines_and_usage(path: Path) -> tuple[int, dict[str, Any]]:
+    """The lines of an output, and the tokens of all its answers in OpenAI's shape."""
+    lines = read = cached = written = reasoning = 0
+    decode = msgspec.json.Decoder(_Line).decode
+    with path.open("rb") if path.exists() else io.BytesIO() as file:
+        for line in file:
+            lines += 1
+            usage = None
+            with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):  # a server's own idea of usage
+                usage = decode(line).response.body.usage
+            if usage is not None:
+                read, written = read + usage.prompt_tokens, written + (usage.completion_tokens or 0)
+                cached += (usage.prompt_tokens_details or {}).get("cached_tokens") or 0
+                reasoning += (usage.completion_tokens_details or {}).get("reasoning_tokens") or 0
+    return lines, {
+        "input_tokens": read,
+        "input_tokens_details": {"cached_tokens": cached},
+        "output_tokens": written,
+        "output_tokens_details": {"reasoning_tokens": reasoning},
+        "total_tokens": read + written,
+    }
 
 
 def _count_lines(path: Path) -> int:
@@ -303,7 +367,7 @@ class _Counter:
         if kind == "begin":  # the input is good
             now = self._store.change(self._identity, "in_progress")
             if now["status"] == "cancelling":  # asked for before the runner could notice
-                _ask_to_stop(self._store, self._identity)
+                _cancel(self._store, self._identity)
         elif kind == "waiting":
             self._store.wait_for(self._identity, "model_away", NO_MODEL)
         elif kind == "back":
