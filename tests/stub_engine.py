@@ -82,6 +82,8 @@ def main() -> None:
         host = "127.0.0.1"
     options = dict(option.partition("=")[::2] for option in words)
     key = key_file.read_text().strip()
+    if caches := os.environ.get("VLLM_CACHE_ROOT"):
+        Path(caches).mkdir(parents=True, exist_ok=True)
     if "retitled" in options:  # a child whose environment no longer shows where it belongs
         child = subprocess.Popen(["/bin/sleep", "1000"], env={})
         Path("child").write_text(str(child.pid))

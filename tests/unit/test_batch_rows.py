@@ -18,6 +18,8 @@ from pyarrow import parquet
 from corral.base.errors import CorralError, DataError, NotFoundError, UsageError
 from corral.cli.batch import command
 from corral.client.sampling import request_fields
+from corral.fake.app import FakeOptions
+from corral.fake.server import FakeServer
 from corral.use.batch.core.folder import BatchFolder
 from corral.use.batch.core.table import RowReader, Table, hash64
 from corral.use.batch.input.check import read_problems, scan
@@ -25,6 +27,7 @@ from corral.use.batch.input.recipe import OPENAI, PLAIN, Recipe
 from corral.use.batch.input.rows import open_source
 from corral.use.batch.inspect import check_input
 from corral.use.score.job import ScoreRows
+from tests.unit.conftest import in_process
 
 
 def prompts(path: Path, tmp_path: Path, **recipe: Any) -> list[str]:
@@ -342,3 +345,23 @@ def test_the_length_of_an_answer_is_the_same_as_for_one_prompt() -> None:
     assert sent({"prompt": "one"}, chat=True) is None  # a chat ends by itself
     whole = {"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "one"}}
     assert "max_tokens" not in Recipe(kind=OPENAI).read(json.dumps(whole).encode(), 1).body  # sent as it is
+
+
+@pytest.mark.parametrize("verb", ["check", "run"])
+def test_bad_rows_are_skipped_alike(verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`check` ends as `run` would: 10 refuses the input, 1 has rows in the error file, 0 has none."""
+    corral = in_process(capsys, "batch", verb)
+    good, bad = tmp_path / "good.jsonl", tmp_path / "bad.jsonl"
+    good.write_text('{"prompt":"a"}\n')
+    bad.write_text('{"prompt":"a"}\n{"id":"x"}\n{"id":"x"}\n')
+    with FakeServer(FakeOptions()) as server:
+        for path, skip, code in ((good, [], 0), (good, ["--skip-bad"], 0), (bad, [], 10), (bad, ["--skip-bad"], 1)):
+            output = tmp_path / f"{path.stem}{len(skip)}.out.jsonl"
+            more = ["-o", str(output), "--url", server.url] if verb == "run" else []
+            ended, _, err = corral(str(path), *skip, *more)
+            assert ended == code, err
+            if code == 10:
+                assert "2 of 3 rows" in err
+            elif verb == "run":
+                errors = output.with_name(f"{output.stem}.errors.jsonl")
+                assert (len(errors.read_text().splitlines()) if errors.exists() else 0) == 2 * code

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -272,6 +273,21 @@ def test_a_second_start_knows_what_is_usual(corral: Corral) -> None:
     assert "starting … (usually " in again.err
     other = corral("up", str(corral.model), "--name", "three", "--context", "64")  # another plan
     assert "starting … (about " in other.err
+
+
+def test_what_was_remembered_counts_where_its_compiled_code_is(corral: Corral, tmp_path: Path) -> None:
+    def expected(**env: str) -> Any:
+        return corral("up", str(corral.model), "--dry-run", **env).json()["expected"]
+
+    assert corral("up", str(corral.model), "--name", "one").code == 0
+    assert corral("down", "one").code == 0
+    assert expected()["starting"]["remembered"]
+    shutil.copytree(corral.home / "corral", tmp_path / "copy", symlinks=True)  # vLLM keys its code by paths
+    copied = expected(CORRAL_HOME=str(tmp_path / "copy"))
+    assert copied["compiling"] == {"seconds": 100.0, "remembered": False}
+    assert not any(one["remembered"] for one in copied.values())
+    shutil.rmtree(corral.home / "corral" / "cache")
+    assert not any(one["remembered"] for one in expected().values())
 
 
 def test_the_agents_get_what_is_expected(corral: Corral) -> None:

@@ -186,12 +186,19 @@ def cancel(output: str, as_json: bool) -> None:
 @command.command("check", context_settings=HELP)
 @click.argument("input")
 @_recipe_options
+@click.option("--skip-bad", is_flag=True, help="Bad rows are listed, but are no reason to refuse the input.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document with every problem.")
-def check(as_json: bool, **options: Any) -> None:
-    """Check INPUT and list every problem with its first line (--json: with every line); starts nothing."""
+def check(skip_bad: bool, as_json: bool, **options: Any) -> int:
+    """Check INPUT and list every problem with its first line (--json: with every line); starts nothing.
+
+    Exit codes are those of `corral batch run` for such an input: 0 all rows are good; 10 some are bad, or 1 with
+    --skip-bad.
+    """
     from corral.use.batch.inspect import check_input
 
-    print_check(check_input(options["input"], options["input_format"], _recipe(options)), as_json)
+    checked = check_input(options["input"], options["input_format"], _recipe(options))
+    print_check(checked, as_json, skip_bad)
+    return UNFINISHED if checked.problems else 0
 
 
 @command.command("serve", context_settings=HELP)

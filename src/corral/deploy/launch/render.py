@@ -119,7 +119,6 @@ class Order:
     extra_args: tuple[str, ...] = ()
     extra_env: Mapping[str, str] = field(default_factory=dict)
     patience: Patience = field(default_factory=Patience)
-    expected: Mapping[str, Expected] = field(default_factory=dict)
 
 
 FILES = (
@@ -182,7 +181,7 @@ def render(plan: Plan, order: Order, runtime: Runtime) -> LaunchSpec:
         ranks=tuple(_rank(plan, order, runtime, linked) for linked in link_ranks(order.link, _gang(plan, order))),
         files=(*FILES, *order.files),
         patience=order.patience,
-        expected=dict(order.expected),
+        expected={},
         weights_bytes=plan.memory.weights_bytes,
         gang=_gang_spec(order),
     )

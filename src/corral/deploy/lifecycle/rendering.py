@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from corral.base.home import home_dir
 from corral.deploy.deployment.folder import DeploymentFolder
-from corral.deploy.deployment.start_times import expectation, kind_of
+from corral.deploy.deployment.start_times import Expected, expectation, kind_of, planned_start
 from corral.deploy.launch.links import choose_link
 from corral.deploy.launch.paste import masked
 from corral.deploy.launch.render import LaunchSpec, Order, render
@@ -33,11 +33,15 @@ class Staged:
     launch_id: str
 
     def start_kind(self) -> str:
-        """What the length of a start depends on, as a key: starts of one kind take about as long."""
+        """What the length of a start depends on, as a key: starts of one kind take about as long.
+
+        Also on Corral's home: vLLM finds what it has compiled by the paths of engine and model.
+        """
         plan, request = self.decision.plan, self.decision.request
         return kind_of(
             self.decision.source.name, plan.precision, plan.parallel, plan.settings, plan.max_model_len,
             request.extra_args, self.runtime.engine, request.runtime, self.target.name, self.target.options(),
+            self.target.home(),
         )  # fmt: skip
 
 
@@ -145,7 +149,15 @@ def render_launch(staged: Staged, note: Callable[[str], None], taken: set[int] |
         extra_args=request.extra_args,
         extra_env={**request.share.env(), **request.extra_env},
         patience=request.patience,
-        expected=expectation(staged.start_kind(), decision.plan),
     )
     spec = render(decision.plan, order, runtime)
+    spec = replace(spec, expected=_expected(staged, spec))
     return replace(spec, script=target.script(spec, staged.folder))
+
+
+def _expected(staged: Staged, spec: LaunchSpec) -> dict[str, Expected]:
+    """How long the phases of a start take: as earlier ones took, unless what these left behind is gone."""
+    plan, caches = staged.decision.plan, spec.ranks[0].env.get("VLLM_CACHE_ROOT", "")
+    if caches and not staged.target.may_have(caches):
+        return planned_start(plan)
+    return expectation(staged.start_kind(), plan)

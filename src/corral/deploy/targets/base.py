@@ -146,6 +146,10 @@ class NodeFiles:
         """Make sure that a folder of this machine is on every node; its path there."""
         return str(path)
 
+    def may_have(self, folder: str) -> bool:
+        """Whether the nodes have a folder, as far as this machine sees; they are not asked."""
+        return not Path(self.home()).is_dir() or Path(folder).is_dir()
+
     def placed(self, path: Path) -> str:
         """Where `place` would put a folder; moves nothing."""
         return str(path)

@@ -178,6 +178,10 @@ class SshNodes(Preflight, NodeFiles):
     def node_folder(self, folder: DeploymentFolder, launch_id: str) -> DeploymentFolder:
         return DeploymentFolder(Path(self.home()) / "nodes" / f"{folder.path.name}-{launch_id[:8]}")
 
+    def may_have(self, folder: str) -> bool:
+        """Their disks are not seen from here."""
+        return True
+
     def place(self, path: Path, progress: Progress) -> str:
         facts = self.facts()
         if self._shares_home() and path.is_relative_to(home_dir()):

@@ -251,8 +251,8 @@ def wait_for_jobs(output: str, poll_s: float = 2.0) -> int:
         time.sleep(poll_s)
 
 
-def print_check(checked: Checked, as_json: bool) -> None:
-    """Every kind of problem of an input, with its first line."""
+def print_check(checked: Checked, as_json: bool, skip_bad: bool = False) -> None:
+    """Every kind of problem of an input, with its first line; an input that a batch would refuse is refused."""
     from corral.base.errors import DataError
     from corral.use.batch.input.check import more_rows
 
@@ -263,10 +263,12 @@ def print_check(checked: Checked, as_json: bool) -> None:
         for problem in checked.problems:
             if count := kinds.pop(problem.text, 0):
                 click.echo(f"line {problem.line} {problem.text}{more_rows(count)}")
-    if checked.problems:
+    if checked.problems and skip_bad:
+        click.echo(f"{len(checked.problems):,} of {checked.rows:,} rows go to the error file", err=True)
+    elif checked.problems:
         raise DataError(
             f"{len(checked.problems)} of {checked.rows} rows cannot be used.",
             "Correct them, or leave them out: `corral batch run` with --skip-bad.",
         )
-    if not as_json:
+    elif not as_json:
         click.echo(f"{checked.rows:,} rows, all good ({checked.kind})", err=True)

@@ -265,14 +265,7 @@ def _check(
     scanned = scan(source, recipe, folder, models=models, added=added, context=context)
     if context is not None and counter is not None and scanned.long_rows:
         mark_too_long(scanned, counter, context)
-    scanned.problems.close()
-    if scanned.problems.count and not spec.skip_bad:
-        raise scanned.problems.refusal(
-            source,
-            len(scanned.table),
-            "Correct them, or send them to the error file and do the others: --skip-bad. "
-            "`corral batch check` lists all.",
-        )
+    scanned.problems.settle(source, len(scanned.table), spec.skip_bad, "do")
     return _CheckedInput(scanned.table, scanned.problems, _kind(scanned), scanned.table.digest())
 
 

@@ -240,13 +240,7 @@ def _checked(
             raise conflict
         folder.sweep()
         scanned = scan(source, ScoreRows(text_cells=source.format in ("csv", "tsv")), folder)
-        scanned.problems.close()
-        if scanned.problems.count and not skip_bad:
-            raise scanned.problems.refusal(
-                source,
-                len(scanned.table),
-                "Correct them, or send them to the error file and score the others: --skip-bad.",
-            )
+        scanned.problems.settle(source, len(scanned.table), skip_bad, "score")
         scanned.problems.put_in_place(folder, scanned.table)
         write_atomic(folder.spec, json.dumps(identity, indent=2) + "\n")
     return scanned.table, scanned.recipe

@@ -97,7 +97,21 @@ class Problems:
             if self.kinds[problem.text] == 1:
                 self.first.append(problem)
 
-    def refusal(self, source: InputSource, rows: int, remedy: str) -> DataError:
+    def settle(self, source: InputSource, rows: int, skip_bad: bool, others: str) -> None:
+        """Refuse an input with problems, listing them, unless its bad rows are to be lines of the error file.
+
+        `others` says what then happens to the other rows.
+        """
+        self.close()
+        if self.count and not skip_bad:
+            raise self._refusal(
+                source,
+                rows,
+                f"Correct them, or send them to the error file and {others} the others: --skip-bad."
+                " `corral batch check` lists all rows of a batch.",
+            )
+
+    def _refusal(self, source: InputSource, rows: int, remedy: str) -> DataError:
         """The error that lists the first problem of each kind by its line."""
         what = "item" if source.format in ("json", "parquet") else "line"
         shown = sorted(self.first, key=lambda p: p.line)[:20]
