@@ -42,10 +42,12 @@ hostile: .venv/.test-installed  ## hostile clients against a gateway, beside hon
 	$(PYTHON) -m tests.hostile_clients --seconds $(HOSTILE_SECONDS) --seed $(HOSTILE_SEED)
 
 SOAK_MINUTES ?= 30
+# where the members of the fleet on the failing storage run: local, ssh or slurm
+SOAK_ON ?= local
 soak: .venv/.test-installed  ## random faults: nodes, tunnel, batch service, gateway; then the storage; SOAK_MINUTES each; as root
 	$(call INSTALL,cluster)
 	$(PYTHON) tests/soak.py --minutes $(SOAK_MINUTES) $(if $(SOAK_SEED),--seed $(SOAK_SEED))
-	$(PYTHON) -m tests.storage_slice --minutes $(SOAK_MINUTES) $(if $(SOAK_SEED),--seed $(SOAK_SEED))
+	$(PYTHON) -m tests.storage_slice --on $(SOAK_ON) --minutes $(SOAK_MINUTES) $(if $(SOAK_SEED),--seed $(SOAK_SEED))
 
 faults: .venv/.test-installed  ## the table of docs/measurements/faults.md: what is noticed when, and what is left; as root
 	$(call INSTALL,cluster)

@@ -1,9 +1,10 @@
-"""A fleet and a batch on a storage that fails: `python -m tests.storage_slice [--minutes 1] [--seed 1]`.
+"""A fleet and a batch on a storage that fails: `python -m tests.storage_slice [--minutes 1] [--seed 1] [--on ssh]`.
 
 Everything of Corral runs with `storage_shim.c` loaded: opening, reading, writing and listing files of CORRAL_HOME
 fails at random, is short or takes long. Meanwhile clients stream through the gateway, keeper, gateway and engines are
 killed, and commands are typed. Then the storage is well again, and everything has to be as if nothing had happened:
-no key was refused, no row is lost or done twice, no engine was started twice, and none is left after `down`.
+no key was refused, no row is lost or done twice, no engine was started twice, and none is left after `down`. The
+members run on this machine, on hosts with sshd, or as jobs of SLURM, whose agents have the failing storage too.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import json
 import os
 import random
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -31,10 +33,13 @@ from urllib.parse import urlsplit
 
 from tests.conftest import ROOT
 from tests.stand_in import install_stand_in
+from tests.testbed.hosts import Hosts
+from tests.testbed.slurm import Slurm
 from tests.tiny_llama import make_tiny_llama
 from tests.until import polled
 
 ENGINE = ROOT / "tests" / "streaming_engine.py"
+SMALL = ("--partition", "gpu", "--slurm", "gpus_per_node=0", "--slurm", "cpus_per_task=2", "--slurm", "mem=4G")
 MEMBERS, STREAMS, ROWS, PATIENCE_S = 2, 4, 400, 240.0
 
 
@@ -52,6 +57,8 @@ class Slice:
 
     folder: Path
     seed: int
+    hosts: Hosts | None = None  # on which the members run
+    slurm: bool = False  # as jobs of a cluster, whose login host is the first of them
     answers: Counter[str] = field(default_factory=Counter)  # HTTP status, or the name of an error
     commands: Counter[str] = field(default_factory=Counter)  # verb and exit code
     refusals: Counter[str] = field(default_factory=Counter)  # the last line of a command that ended with another code
@@ -65,7 +72,7 @@ class Slice:
         self.read_only = self.folder / "read-only"
         self.chance = random.Random(self.seed)
         self.rows = self.folder / "rows.jsonl"
-        install_stand_in(self.home, ENGINE)
+        install_stand_in(self.home, ENGINE, python="/usr/bin/python3")
         self.model = make_tiny_llama(self.folder / "tiny")
         self.rows.write_text("".join(json.dumps({"id": n, "prompt": f"row {n}"}) + "\n" for n in range(ROWS)))
         self.env = {
@@ -74,10 +81,20 @@ class Slice:
             "STORAGE_SWITCH": str(self.switch), "STORAGE_SEED": str(self.seed),
             "STORAGE_READ_ONLY": str(self.read_only),
         }  # fmt: skip
+        self.words: tuple[str, ...] = ()  # of `up`: where the members run
+        if self.hosts and self.slurm:
+            self.words = (*SMALL, "--time", "60:00", "--bind", self.hosts.address("login"))
+        elif self.hosts:
+            self.env["CORRAL_SSH"] = shlex.join(self.hosts.ssh_command)
+            self.words = ("--hosts", "n1,n2")
 
     def corral(self, *words: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "corral", *words]
-        done = subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=PATIENCE_S)
+        if self.hosts and self.slurm:
+            env = {**self.env, "PYTHONPATH": str(ROOT / "src")}
+            done = self.hosts.exec("login", command, env=env, check=False, timeout=PATIENCE_S)
+        else:
+            done = subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=PATIENCE_S)
         self.commands[f"{words[0]} {done.returncode}"] += 1
         if done.returncode:
             said = " / ".join(done.stderr.strip().splitlines()[-3:])
@@ -88,11 +105,12 @@ class Slice:
 
     def processes(self, word: str = "") -> Iterator[tuple[int, dict[str, str]]]:
         """The processes of this home with a word in their command lines, and their environments."""
-        mine = f"CORRAL_HOME={self.home}".encode()
+        folder = str(self.folder).encode()
         for entry in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 environ = (entry / "environ").read_bytes()
-                if mine in environ.split(b"\0") and word.encode() in (entry / "cmdline").read_bytes():
+                is_ours = b"CORRAL_HOME=" in environ or b"CORRAL_LAUNCH=" in environ
+                if is_ours and folder in environ and word.encode() in (entry / "cmdline").read_bytes():
                     pairs = (one.decode(errors="replace").partition("=") for one in environ.split(b"\0"))
                     yield int(entry.name), {name: value for name, _, value in pairs}
 
@@ -149,7 +167,7 @@ class Slice:
 
     def run(self, seconds: float) -> None:
         up = self.corral("up", str(self.model), "--name", "herd", "--replicas", str(MEMBERS), "--context", "128",
-                         "--env", "STREAM_TOKENS=8", "--env", "STREAM_ITL_MS=10", "--json")  # fmt: skip
+                         "--env", "STREAM_TOKENS=8", "--env", "STREAM_ITL_MS=10", *self.words, "--json")  # fmt: skip
         assert up.returncode == 0, up.stderr
         endpoint = json.loads(up.stdout)["endpoint"]
         key = Path(endpoint["key_file"]).read_text().strip()
@@ -224,9 +242,28 @@ class Slice:
 
 
 @contextlib.contextmanager
-def open_slice(folder: Path, seed: int) -> Iterator[Slice]:
+def open_machines(folder: Path, where: str) -> Iterator[Hosts | None]:
+    """The hosts on which members run, unless that is this machine."""
+    if where == "local":
+        yield None
+        return
+    names = ("login", "n1", "n2") if where == "slurm" else ("n1", "n2")
+    with contextlib.ExitStack() as stack:
+        hosts = stack.enter_context(Hosts(folder / "hosts", names, shared=[folder]))
+        if where == "slurm":
+            stack.enter_context(Slurm(hosts))
+        yield hosts
+
+
+@contextlib.contextmanager
+def open_slice(folder: Path, seed: int, where: str = "local") -> Iterator[Slice]:
     """A slice, of which nothing runs on."""
-    made = Slice(folder, seed)
+    with open_machines(folder, where) as hosts, _ended(Slice(folder, seed, hosts, where == "slurm")) as made:
+        yield made
+
+
+@contextlib.contextmanager
+def _ended(made: Slice) -> Iterator[Slice]:
     try:
         yield made
     finally:
@@ -242,8 +279,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--on", choices=["local", "ssh", "slurm"], default="local")
     given = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="storage-") as name, open_slice(Path(name), given.seed) as made:
+    folder = tempfile.TemporaryDirectory(prefix="storage-")
+    with folder as name, open_slice(Path(name), given.seed, given.on) as made:
         made.run(60 * given.minutes)
         seen = {
             "batches": len(made.outputs),
@@ -251,7 +290,7 @@ def main() -> None:
             "commands": made.commands,
             "refusals": made.refusals,
         }
-        print(json.dumps({"seed": given.seed, **seen, "refusals": made.refusals}, indent=1))
+        print(json.dumps({"seed": given.seed, "on": given.on, **seen, "refusals": made.refusals}, indent=1))
         for problem in made.problems:
             print(problem)
         sys.exit(bool(made.problems))

@@ -10,10 +10,12 @@ import asyncio
 import contextlib
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,7 +35,7 @@ from tests.tiny_llama import make_tiny_llama
 pytestmark = pytest.mark.skipif(bool(missing("slurm")), reason=missing("slurm"))
 
 ENGINE = Path(__file__).parent.parent / "streaming_engine.py"
-STREAMS = 8
+STREAMS = 4  # through the proxy, and as many through a tunnel
 SMALL = ("--partition", "gpu", "--slurm", "gpus_per_node=0", "--slurm", "cpus_per_task=2", "--slurm", "mem=4G")
 
 
@@ -58,6 +60,14 @@ class Cluster:
         command = [sys.executable, "-m", "corral", *arguments]
         pipe = subprocess.PIPE
         return self.hosts.popen("login", command, env=self.env, text=True, stdout=pipe, stderr=pipe)
+
+    def start_tunnel(self, name: str) -> subprocess.Popen[str]:
+        """`corral tunnel` on this machine, to a deployment of the login host."""
+        there = ["env", *(f"{name}={value}" for name, value in self.env.items()), sys.executable, "-m", "corral"]
+        words = ["tunnel", name, "--through", "login", "--corral", shlex.join(there)]
+        here = {"CORRAL_HOME": str(self.home.parent / "here"), "CORRAL_SSH": shlex.join(self.hosts.ssh_command)}
+        env, pipe = {**os.environ, **here}, subprocess.PIPE
+        return subprocess.Popen([sys.executable, "-m", "corral", *words], env=env, text=True, stdout=pipe)
 
     def folder(self, name: str) -> Path:
         return self.home / "deployments" / name
@@ -122,22 +132,28 @@ def test_jobs_follow_each_other_and_no_request_fails(cluster: Cluster, capsys: p
     assert done.returncode == 0, done.stderr
     proxy = cluster.start("proxy", "served", "--json", "--bind", cluster.hosts.address("login"))
     renewal = cluster.start("renew", "served")
+    tunnel = cluster.start_tunnel("served")
     try:
         place = cluster.folder("served") / "proxy.json"
         wait_for(place.exists, 20, "the proxy")
         url = f"http://{cluster.hosts.address('login')}:{json.loads(place.read_text())['port']}"
-        load = Load()
+        load, far, key = Load(), Load(), cluster.folder("served") / "key"
 
         async def through() -> None:
-            running = asyncio.ensure_future(load.run(url, cluster.folder("served") / "key"))
+            running = [
+                asyncio.ensure_future(load.run(url, key)),
+                asyncio.ensure_future(_through_tunnel(far, tunnel, key)),
+            ]
             try:
                 await _two_hand_overs(cluster, load)
             finally:
-                load.stop = True
-                await running
+                load.stop = far.stop = True
+                await asyncio.gather(*running)
 
         run(through())
     finally:
+        tunnel.terminate()
+        tunnel.communicate(timeout=120)
         for words in ("corral proxy served", "corral renew served"):
             cluster.interrupt(words)
         out, err = proxy.communicate(timeout=120)
@@ -146,13 +162,32 @@ def test_jobs_follow_each_other_and_no_request_fails(cluster: Cluster, capsys: p
     with capsys.disabled():
         gap = f"longest gap of one client {load.longest_gap_s:.2f} s"
         print(f"\n{load.whole} streams, {load.tokens} tokens, {len(load.failures)} failed, {gap}; proxy: {figures}")
+        print(f"through a tunnel: {far.whole} streams, {len(far.failures)} failed")
     assert not load.failures
+    assert not far.failures
+    assert far.whole > STREAMS
     assert figures["failed"] == 0, err
     assert figures["switch_overs"] >= 2
     assert figures["answered"] == figures["requests"] == load.whole
     assert cluster.jobs("served") == ["served", "served~2", "served~3"]  # and no more, although several kept it
     keys = {(cluster.folder(name) / "key").read_text() for name in ("served", "served~2", "served~3")}
     assert len(keys) == 1
+
+
+async def _through_tunnel(far: Load, tunnel: subprocess.Popen[str], key: Path) -> None:
+    """Streams through a tunnel, as soon as it answers."""
+    assert tunnel.stdout is not None
+    line = await asyncio.to_thread(tunnel.stdout.readline)
+    url = line.strip().partition("=")[2].removesuffix("/v1")
+    await asyncio.to_thread(wait_for, lambda: _answers(url, key), 60, "an answer through the tunnel")
+    await far.run(url, key)
+
+
+def _answers(url: str, key: Path) -> bool:
+    asked = urllib.request.Request(f"{url}/v1/models", headers={"Authorization": f"Bearer {key.read_text().strip()}"})
+    with contextlib.suppress(OSError), urllib.request.urlopen(asked, timeout=10) as answer:
+        return bool(answer.status == 200)
+    return False
 
 
 async def _two_hand_overs(cluster: Cluster, load: Load) -> None:
