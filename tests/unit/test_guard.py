@@ -220,3 +220,24 @@ def test_an_unknown_path_is_an_error_that_openais_sdk_can_show(
     assert (status, headers[b"x-request-id"]) == (404, b"r1")
     assert int(headers[b"content-length"]) == len(answer)
     assert json.loads(answer)["error"] == (json.loads(body).get("error") or LACKING)  # vLLM's own words stay
+
+
+def test_one_model_is_an_entry_of_the_list(guarded: guard.Guard, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    async def models(scope: dict[str, Any], receive: Any, send: Any) -> None:
+        asked.append(scope["path"])
+        body = json.dumps({"data": [{"id": "org/one"}, {"id": "two"}]}).encode()
+        length = (b"content-length", str(len(body)).encode())
+        await send({"type": "http.response.start", "status": 200, "headers": [length]})
+        await send({"type": "http.response.body", "body": body[:9], "more_body": True})
+        await send({"type": "http.response.body", "body": body[9:]})
+
+    monkeypatch.setattr(guarded, "app", models)
+    status, body = call(guarded, "/v1/models/org/one", KEY)
+    assert (status, json.loads(body)) == (200, {"id": "org/one"})
+    status, body = call(guarded, "/v1/models/three", KEY)
+    assert status == 404
+    assert json.loads(body)["error"]["message"] == "this server has no model 'three'"
+    assert call(guarded, "/v1/models/two")[0] == 401
+    assert asked == ["/v1/models"] * 2

@@ -49,6 +49,7 @@ OPEN_WITH_KEY = frozenset(
     }
 )
 OPEN_PREFIX = "/v1/"
+ONE_MODEL = "/v1/models/"  # OpenAI has this path for each model; vLLM has only the list
 NOT_FOUND = b'{"detail":"Not Found"}'  # as FastAPI answers
 if os.environ.get("CORRAL_STORE_RESPONSES"):  # on import: before vLLM reads it, after the engine's process started
     os.environ["VLLM_ENABLE_RESPONSES_API_STORE"] = "1"
@@ -110,7 +111,11 @@ class Guard:
         if scope["type"] not in ("http", "websocket"):
             return  # a kind of request that cannot be checked
         refusal = self._refusal(scope)
-        if refusal is None:
+        if refusal is None and scope["type"] == "http" and scope["path"].startswith(ONE_MODEL):
+            await self.app(
+                dict(scope, path=ONE_MODEL[:-1], raw_path=ONE_MODEL[:-1].encode()), receive, OneModel(scope, send)
+            )
+        elif refusal is None:
             await self.app(scope, receive, NotFound(scope, send) if scope["type"] == "http" else send)
         elif scope["type"] == "websocket":
             await receive()
@@ -183,9 +188,7 @@ class NotFound:
         start, self._start = self._start, None
         if message.get("body") == NOT_FOUND and not message.get("more_body"):
             body = _error_body(404, self._sentence())
-            kept = [(name, value) for name, value in start["headers"] if name.lower() != b"content-length"]
-            start = dict(start, headers=[*kept, (b"content-length", str(len(body)).encode())])
-            message = dict(message, body=body)
+            start, message = _resized(start, body), dict(message, body=body)
         await self._send(start)
         await self._send(message)
 
@@ -194,6 +197,36 @@ class NotFound:
         paths = sorted({route.path for route in routes if str(getattr(route, "path", "")).startswith(OPEN_PREFIX)})
         offered = ", ".join(path for path in paths if "{" not in path and is_open(path))
         return "this model's server has no path %s; it has: %s" % (self._scope["path"], offered or "/v1/models")
+
+
+class OneModel:
+    """Sends one model's entry of vLLM's list, or that there is none."""
+
+    def __init__(self, scope: Scope, send: Send) -> None:
+        self._name, self._send = scope["path"][len(ONE_MODEL) :], send
+        self._start: Any = None
+        self._body = b""
+
+    async def __call__(self, message: Dict[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            self._start = message
+            return
+        self._body += message.get("body", b"")
+        if message.get("more_body"):
+            return
+        status, body = self._start["status"], self._body
+        if status == 200 and body:
+            found = [json.dumps(card).encode() for card in json.loads(body)["data"] if card["id"] == self._name]
+            status = 200 if found else 404
+            body = found[0] if found else _error_body(404, "this server has no model %r" % self._name)
+        await self._send(_resized(dict(self._start, status=status), body))
+        await self._send({"type": "http.response.body", "body": body})
+
+
+def _resized(start: Dict[str, Any], body: bytes) -> Dict[str, Any]:
+    """The start of an answer that has another body now."""
+    kept = [(name, value) for name, value in start["headers"] if name.lower() != b"content-length"]
+    return dict(start, headers=[*kept, (b"content-length", str(len(body)).encode())])
 
 
 def _error_body(status: int, message: str) -> bytes:
