@@ -23,6 +23,7 @@ from corral.fake.app import FakeOptions
 from corral.fake.faults import KINDS, FaultBook, parse_fault
 from corral.fake.pace import Pace
 from corral.fake.server import FakeServer
+from tests.unit.conftest import Corral
 
 
 def call(url: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> tuple[int, Any, Any]:
@@ -544,3 +545,33 @@ def test_the_official_sdk_reads_it(server: FakeServer) -> None:
         assert pieces == [c.message.content for c in chat.choices]
         with pytest.raises(openai.NotFoundError):
             client.completions.create(model="other", prompt="x")
+
+
+def test_scripted_calls_of_tools_follow_the_conversation() -> None:
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    chat: dict[str, Any] = {"messages": [{"role": "user", "content": "2 + 3, then 5 + 5"}], "tools": tools}
+    calls = (("add", '{"a": 2, "b": 3}'), ("add", '{"a": 5, "b": 5}'))
+    with FakeServer(FakeOptions(tool_calls=calls)) as server:
+        for _, arguments in calls:
+            choice = call(server.url, "/v1/chat/completions", chat)[1]["choices"][0]
+            (asked,) = choice["message"]["tool_calls"]
+            assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
+            assert asked["function"] == {"name": "add", "arguments": arguments}
+            pieces = events(call(server.url, "/v1/chat/completions", {**chat, "stream": True})[1])[:-1]
+            deltas = [piece["choices"][0]["delta"].get("tool_calls") for piece in pieces]
+            streamed = [delta[0] for delta in deltas if delta]
+            assert streamed[0]["id"] == asked["id"]
+            assert [part["function"].get("name") for part in streamed] == ["add", *[None] * (len(streamed) - 1)]
+            assert "".join(part["function"]["arguments"] for part in streamed) == arguments
+            assert pieces[-1]["choices"][0]["finish_reason"] == "tool_calls"
+            chat["messages"] += [choice["message"], {"role": "tool", "tool_call_id": asked["id"], "content": "5"}]
+        for last in (chat, {**chat, "messages": chat["messages"][:1], "tool_choice": "none"}):
+            said = call(server.url, "/v1/chat/completions", last)[1]["choices"][0]
+            assert said["message"]["content"]
+            assert not said["message"].get("tool_calls")
+
+
+def test_a_scripted_call_that_cannot_be_read_is_refused(corral: Corral) -> None:
+    done = corral("fake-server", "--tool-call", "add=2")
+    assert done.code == 2
+    assert "--tool-call 'add=2' cannot be used." in done.err

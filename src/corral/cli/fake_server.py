@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,17 @@ def _answer_tokens(text: str) -> tuple[int, int] | None:
     return span
 
 
+def _tool_call(text: str) -> tuple[str, str]:
+    name, _, arguments = text.partition("=")
+    try:
+        found = json.loads(arguments)
+    except ValueError:
+        found = None
+    if not name or not isinstance(found, dict):
+        raise UsageError(f"--tool-call {text!r} cannot be used.", "Give a name and arguments: 'add={\"a\": 2}'.")
+    return name, json.dumps(found)
+
+
 @click.command(epilog="Faults and their settings: docs/fake-server.md.")
 @click.option("--model", default="fake", show_default=True, help="Name of the served model.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
@@ -40,6 +52,10 @@ def _answer_tokens(text: str) -> tuple[int, int] | None:
 @click.option("--kv-tokens", default=0, help="Tokens the cache holds; past it the youngest is preempted.")
 @click.option("--requests-per-s", default=0.0, help="Requests let in per second: a knee for request rates.")
 @click.option("--tokens-per-s", default=0.0, help="Output tokens per second, shared: a knee for token rates.")
+@click.option(
+    "--tool-call", "tool_calls", multiple=True, metavar="NAME=JSON",
+    help="Answer a chat that has tools with this call; repeatable, the next one once the result is there.",
+)  # fmt: skip
 @click.option("--no-prefix-cache", is_flag=True, help="No prefix-cache hits.")
 @click.option(
     "--fault", "faults", multiple=True, metavar="KIND[:k=v,…]", help="Something that goes wrong; repeatable."
@@ -74,5 +90,6 @@ def command(**settings: Any) -> int:
         uvloop=not settings["no_uvloop"],
         pace=pace,
         faults=tuple(map(parse_fault, settings["faults"])),
+        tool_calls=tuple(map(_tool_call, settings["tool_calls"])),
     )
     return run(options, until_eof=settings["until_eof"])

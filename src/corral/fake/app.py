@@ -33,7 +33,7 @@ from corral.fake.exchange import Context, FakeExchange, refuse
 from corral.fake.faults import Fault, FaultBook, parse_fault
 from corral.fake.metrics import Metrics, TruthLog
 from corral.fake.pace import FakeEngine, FakeJob, Pace
-from corral.fake.query import FakeRefusedError, Query, messages_text, read_query
+from corral.fake.query import FakeRefusedError, Query, messages_text, read_query, scripted_call
 from corral.fake.shapes import dumps
 
 _BLOCK_BYTES = 64  # about 16 tokens: the block of the prefix cache
@@ -68,6 +68,7 @@ class FakeOptions:
     uvloop: bool = True
     pace: Pace = field(default_factory=Pace)
     faults: tuple[Fault, ...] = ()
+    tool_calls: tuple[tuple[str, str], ...] = ()  # name and arguments, in the order of a conversation
 
 
 class App:
@@ -162,6 +163,8 @@ class App:
         self._check_model(body)
         options = self.options
         query = read_query(body, chat, options.max_model_len)
+        if chat and options.tool_calls:
+            query.call = scripted_call(body, options.tool_calls)
         self.requests += 1
         fault = None
         if self.book.faults:
@@ -192,6 +195,8 @@ class App:
     def _answer(self, query: Query, index: int, choice: int, fault: Fault | None) -> words.Answer:
         key = (query.keys[index] + choice * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
         limit = query.limit(index, self.options.max_model_len)
+        if query.call:
+            return words.answer_of(query.call[1], key, limit)
         natural = None
         if self.options.answer_tokens and not query.ignore_eos:
             low, high = self.options.answer_tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
@@ -65,6 +66,7 @@ class Query:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     given_ids: list[list[int]] | None = None  # when prompts came as token ids
+    call: tuple[str, str] | None = None  # the tool to call, and its arguments as JSON
 
     def ids(self, index: int) -> list[int]:
         """The token ids of prompt `index`."""
@@ -76,7 +78,7 @@ class Query:
         return (
             self.logprobs is None
             and self.prompt_logprobs is None
-            and not (self.echo or self.continuous_usage or self.return_token_ids)
+            and not (self.echo or self.continuous_usage or self.return_token_ids or self.call)
         )
 
     def limit(self, index: int, max_model_len: int) -> int:
@@ -221,6 +223,14 @@ def messages_text(messages: Any) -> bytes:
             content = "\n".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
         parts.append(f"<|{message['role']}|>{content}</s>")
     return ("".join(parts) + "<|assistant|>").encode("utf-8", "replace")
+
+
+def scripted_call(body: dict[str, Any], calls: Sequence[tuple[str, str]]) -> tuple[str, str] | None:
+    """The next of the scripted calls: a conversation with as many results of tools has had those before it."""
+    if not body.get("tools") or body.get("tool_choice") == "none":
+        return None
+    results = sum(message["role"] == "tool" for message in body["messages"])
+    return calls[results] if results < len(calls) else None
 
 
 def _chat_prompt(body: dict[str, Any]) -> tuple[list[bytes], list[int]]:

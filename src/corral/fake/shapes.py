@@ -74,7 +74,9 @@ def _full_choice(query: Query, index: int, answer: Answer) -> dict[str, Any]:
     end = {"finish_reason": answer.finish_reason, "stop_reason": answer.stop_reason, "token_ids": ids}
     if query.chat:
         nothing = {"refusal": None, "annotations": None, "audio": None, "function_call": None, "reasoning": None}
-        message = {"role": "assistant", "content": answer.text, **nothing}
+        message: dict[str, Any] = {"role": "assistant", "content": answer.text, **nothing}
+        if query.call:
+            message |= {"content": None, "tool_calls": [_call(query.call[0], answer.text, answer.key)]}
         logprobs = _chat_logprobs(query, answer, range(answer.count))
         return {"index": index, "message": message, "logprobs": logprobs, **end, "routed_experts": None}
     text = answer.text
@@ -89,6 +91,11 @@ def _full_choice(query: Query, index: int, answer: Answer) -> dict[str, Any]:
         "prompt_token_ids": query.ids(at) if query.return_token_ids else None,
         "routed_experts": None,
     }
+
+
+def _call(name: str, arguments: str, key: int) -> dict[str, Any]:
+    """A call of a tool, or its beginning."""
+    return {"id": f"call_{key:016x}", "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _generated(query: Query, at: int, answer: Answer, steps: range, count: int) -> list[list[Ranked]]:
@@ -224,7 +231,11 @@ class FakeStream:
         ids = [answer.ids()[step - 1]] if query.return_token_ids else None
         choice: dict[str, Any] = {"index": i}
         if query.chat:
-            choice |= {"delta": {"content": text}, "logprobs": _chat_logprobs(query, answer, steps)}
+            delta: dict[str, Any] = {"content": text}
+            if query.call:
+                part = _call(query.call[0], text, answer.key) if step == 1 else {"function": {"arguments": text}}
+                delta = {"tool_calls": [{"index": 0, **part}]}
+            choice |= {"delta": delta, "logprobs": _chat_logprobs(query, answer, steps)}
             choice["finish_reason"] = finish
             if last:
                 choice["stop_reason"] = answer.stop_reason

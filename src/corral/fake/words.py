@@ -138,6 +138,15 @@ def answer(key: int, limit: int, natural: int | None, stops: Sequence[str] = ())
     return Answer(texts, texts, escaped, "stop" if ends else "length", None, key)
 
 
+def answer_of(text: str, key: int, limit: int) -> Answer:
+    """The answer that is a call of a tool with these arguments (ASCII), cut at `limit` tokens."""
+    whole = [piece.decode() for piece in pieces(text.encode())]
+    texts = whole[:limit]
+    return Answer(
+        texts, texts, [_quote(t) for t in texts], "length" if len(whole) > limit else "tool_calls", None, key
+    )
+
+
 def _quote(text: str) -> bytes:
     return json.dumps(text, ensure_ascii=False)[1:-1].encode()
 
