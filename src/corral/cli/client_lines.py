@@ -32,26 +32,53 @@ class EndpointFacts:
 
 @dataclass(frozen=True)
 class ClientRow:
-    """One client: its variables, and what to type then; `{key}` is the key, in variables only."""
+    """One client: its variables, what to type then, and the file that it reads; `{key}` is in variables only."""
 
     variables: Mapping[str, str]
     typed: str = ""
+    file: str = ""
 
 
 _OPENAI = {"OPENAI_BASE_URL": "{url}", "OPENAI_API_KEY": "{key}"}
-_SCRAPED = """scrape_configs:
+_SCRAPED = """# prometheus.yml
+scrape_configs:
 - job_name: corral
   authorization:
     credentials_file: {key_file}
   static_configs:
   - targets: ['{host}']"""
+_PERF = """# aiperf.yaml
+benchmark:
+  model: {model}
+  tokenizer:
+    name: {tokenizer}
+  endpoint:
+    url: {root}
+    api_key: ${{OPENAI_API_KEY}}
+    streaming: true
+  dataset:
+    type: synthetic
+    prompts: {{isl: 256, osl: 128}}
+  profiling:
+    type: concurrency
+    concurrency: 16
+    requests: 200"""
+_LLM = """# extra-openai-models.yaml, beside what `llm logs path` prints
+- model_id: {model}
+  model_name: {model}
+  api_base: {url}
+  api_key_name: corral
+  supports_schema: true
+  supports_tools: true"""
 CLIENTS: dict[str, ClientRow] = {
     "aider": ClientRow({"OPENAI_API_BASE": "{url}", "OPENAI_API_KEY": "{key}"}, "aider --model openai/{model}"),
+    "aiperf": ClientRow({"OPENAI_API_KEY": "{key}"}, "aiperf profile --config aiperf.yaml", _PERF),
     "anthropic": ClientRow({"ANTHROPIC_BASE_URL": "{root}", "ANTHROPIC_API_KEY": "{key}"}),
     "guidellm": ClientRow(
-        {"GUIDELLM__OPENAI__API_KEY": "{key}"},
-        "guidellm benchmark --target {root} --model {model} --processor {tokenizer}"
-        " --rate-type sweep --max-seconds 60 --data prompt_tokens=256,output_tokens=128",
+        {"GUIDELLM__SPEC__BACKEND__API_KEY": "{key}"},
+        "guidellm run --backend kind=openai_http,target={root},model={model}"
+        " --tokenizer kind=hf_auto,model={tokenizer} --profile kind=sweep --constraint kind=max_duration,seconds=60"
+        " --data kind=synthetic_text,prompt_tokens=256,output_tokens=128",
     ),
     "inspect": ClientRow(
         {"CORRAL_BASE_URL": "{url}", "CORRAL_API_KEY": "{key}"}, "inspect eval TASK --model openai-api/corral/{model}"
@@ -60,18 +87,21 @@ CLIENTS: dict[str, ClientRow] = {
     "litellm": ClientRow(
         {"OPENAI_API_BASE": "{url}", "OPENAI_API_KEY": "{key}"}, "litellm --model openai/{model} --port 4000"
     ),
+    "llama-index": ClientRow(_OPENAI),
+    "llm": ClientRow({"OPENAI_API_KEY": "{key}"}, "llm -m {model} QUESTION", _LLM),
     "lm-eval": ClientRow(
         {"OPENAI_API_KEY": "{key}"},
         "lm_eval --model local-completions --tasks TASK --model_args"
         " model={model},base_url={url}/completions,tokenizer={tokenizer},tokenized_requests=True,num_concurrent=16",
     ),
     "openai": ClientRow(_OPENAI),
-    "prometheus": ClientRow({}, _SCRAPED),
+    "prometheus": ClientRow({}, file=_SCRAPED),
     "vllm-bench": ClientRow(
         {"OPENAI_API_KEY": "{key}"},
         "vllm bench serve --backend openai --base-url {root} --model {model} --tokenizer {tokenizer}"
         " --dataset-name random --num-prompts 200",
     ),
+    "vllm-router": ClientRow({}, "vllm-router --worker-urls {root} --port 30000"),
 }
 
 
@@ -94,7 +124,10 @@ def variables_for(row: ClientRow, facts: EndpointFacts, key: str) -> dict[str, s
 
 
 def typed_line(row: ClientRow, facts: EndpointFacts) -> str:
-    """What to type then; empty where the variables are all that the client needs."""
-    is_shell = row.typed is not _SCRAPED
-    values = facts.values()
-    return row.typed.format(**{name: shlex.quote(text) if is_shell else text for name, text in values.items()})
+    """What to type then; empty where the variables or a file are all that the client needs."""
+    return row.typed.format(**{name: shlex.quote(text) for name, text in facts.values().items()})
+
+
+def file_text(row: ClientRow, facts: EndpointFacts) -> str:
+    """What the client's file says; its name is in the first line."""
+    return row.file.format(**facts.values())

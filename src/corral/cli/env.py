@@ -8,7 +8,7 @@ import click
 
 from corral.base.errors import ConflictError
 from corral.base.record import load_json
-from corral.cli.client_lines import CLIENTS, EndpointFacts, client_called, typed_line, variables_for
+from corral.cli.client_lines import CLIENTS, EndpointFacts, client_called, file_text, typed_line, variables_for
 from corral.cli.options import deployment_argument, json_option
 from corral.client.endpoint import Endpoint
 from corral.deploy.deployment.folder import DeploymentFolder
@@ -36,7 +36,7 @@ def command(name: str | None, client: str, as_json: bool) -> None:
     """Print OPENAI_BASE_URL and OPENAI_API_KEY for the shell: eval "$(corral env NAME)".
 
     The key is printed. Everything that reads the two variables then finds the server: the openai SDK, curl, Corral.
-    With --for, the variables of that client are printed, and as a comment the line to type.
+    With --for, the variables of that client are printed, and as comments its file and the line to type.
     """
     row = client_called(client)
     endpoint, folder = _endpoint(name)
@@ -47,8 +47,9 @@ def command(name: str | None, client: str, as_json: bool) -> None:
         return
     for variable, value in variables.items():
         click.echo(f"export {variable}={shlex.quote(value)}")
-    for line in typed_line(row, facts).splitlines():
-        click.echo(f"# {line}")
+    for text in (file_text(row, facts), typed_line(row, facts)):
+        for line in text.splitlines():
+            click.echo(f"# {line}")
 
 
 def _endpoint(name: str | None) -> tuple[Endpoint, DeploymentFolder]:
