@@ -6,7 +6,7 @@ INSTALL = tools/install_testbed.sh $(1) || test "$$(id -u)" -ne 0
 # where it is set, each of the thousands of processes of the tests compiles all it imports
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help test lint collect unit docs reference fuzz hostile soak faults cluster engine integration e2e bench-start lock clean
+.PHONY: help test lint collect unit docs reference fuzz hostile soak faults cluster engine clients integration e2e bench-start lock clean
 
 # Two at a time where one alone leaves a core idle: cluster waits more than it computes, what is beside it computes on one
 # core; the last of that, the default model's first start, is what integration would begin with. Lint is not beside e2e,
@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 test: .venv/.test-installed  ## everything a change must pass: all tiers, the waiting ones side by side
 	$(call INSTALL)
 	$(PYTHON) tools/side_by_side.py e2e docs
-	$(PYTHON) tools/side_by_side.py cluster lint,fuzz,hostile,collect,engine
+	$(PYTHON) tools/side_by_side.py cluster lint,fuzz,hostile,collect,engine,clients
 	$(MAKE) --no-print-directory unit integration
 
 help:  ## this list
@@ -77,6 +77,9 @@ integration: .venv/.test-installed  ## real vLLM on the CPU (installed into .scr
 
 engine: .venv/.test-installed  ## the engine of the real-vLLM tier, and its default model compiled (into .scratch/)
 	nice -n 5 $(PYTHON) -m tests.integration.first_start  # beside it, tests are waiting for something
+
+clients: .venv/.test-installed  ## other people's clients (installed into .scratch/) at real vLLM and the gateway
+	$(PYTEST) tests/clients --timeout 900 --durations 12
 
 e2e: .venv/.test-installed  ## pages in a real browser; Corral installed from its wheel
 	$(call INSTALL,browser)

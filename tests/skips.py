@@ -21,6 +21,8 @@ NO_SHELLCHECK = "there is no shellcheck, and only root can install it"
 NO_OPENSSL = "there is no openssl, and only root can install it"
 NO_BROWSER = "there is no chromium, and only root can install it"
 NO_MOUNT = "this machine mounts nothing"
+CLIENTS = Path(__file__).parent.parent / ".scratch" / "clients"  # environments of other people's clients
+NO_CLIENT = "the package index has no "
 NO_COMPILER = "there is no C compiler, and only root can install it"
 
 
@@ -41,11 +43,16 @@ def lacks_namespaces() -> bool:
     return os.geteuid() == 0 and not makes_namespaces()
 
 
+def lacks_clients() -> bool:
+    return any(path.read_text() != "{}" for path in CLIENTS.glob("*/missing.json"))
+
+
 KNOWN = (
     Known(("unit", "cluster", "integration"), NOT_ROOT, without_root()),
     Known(("unit",), NO_SHELLCHECK, without_root("shellcheck")),
     Known(("unit",), NO_OPENSSL, without_root("openssl")),
     Known(("cluster",), NO_COMPILER, without_root("cc")),
+    Known(("clients",), NO_CLIENT, lacks_clients),
     Known(("e2e", "integration"), NO_BROWSER, without_root("chromium")),
     # a container without privileges, root's own or not
     Known(("cluster", "integration"), NO_NAMESPACES, lacks_namespaces),

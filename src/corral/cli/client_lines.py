@@ -85,7 +85,8 @@ CLIENTS: dict[str, ClientRow] = {
     ),
     "langchain": ClientRow(_OPENAI),
     "litellm": ClientRow(
-        {"OPENAI_API_BASE": "{url}", "OPENAI_API_KEY": "{key}"}, "litellm --model openai/{model} --port 4000"
+        {"OPENAI_API_BASE": "{url}", "OPENAI_API_KEY": "{key}", "LITELLM_MASTER_KEY": "{key}"},
+        "litellm --model openai/{model} --port 4000",
     ),
     "llama-index": ClientRow(_OPENAI),
     "llm": ClientRow({"OPENAI_API_KEY": "{key}"}, "llm -m {model} QUESTION", _LLM),
