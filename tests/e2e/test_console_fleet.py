@@ -293,8 +293,31 @@ def test_the_form_shows_the_line_and_the_plan(page: Any, console: Console) -> No
     page.get_by_label("Model").fill("smollm2")
     page.get_by_label("Context").fill("2k")
     expect(page.locator("form .command code")).to_have_text("corral up smollm2 --context 2k")
-    expect(page.get_by_label("Plan", exact=True)).to_contain_text("max model len")
+    expect(page.get_by_label("Plan", exact=True)).to_contain_text("context")
     picture(page, "start")
+
+
+def test_an_old_failure_is_dismissed(page: Any) -> None:
+    failed = card(page, "llama-3.1-70b-instruct")
+    failed.get_by_role("button", name="Dismiss").click()
+    expect(failed).to_be_hidden()
+    page.reload()
+    page.get_by_text(re.compile(r"^\d+ ended$")).click()
+    expect(failed.get_by_role("alert")).to_contain_text("Out of memory")
+    page.evaluate("localStorage.removeItem('corral-dismissed')")
+
+
+def test_key_and_curl_are_shown_when_asked_for(page: Any, console: Console, queued: Made) -> None:
+    key = (queued.folder.path.parent / "llama-3.1-8b-instruct" / "key").read_text().strip()
+    page.goto(f"{console.url}/#/fleet/d/llama-3.1-8b-instruct")
+    access = page.get_by_role("region", name="Access")
+    expect(access).to_be_visible()
+    assert key not in page.content()
+    access.get_by_role("button", name="Show key and curl").click()
+    expect(access.locator("code").nth(3)).to_contain_text(f"Bearer {key}")
+    expect(page.get_by_role("link", name="Open in the Playground")).to_have_attribute(
+        "href", "#/play/llama-3.1-8b-instruct"
+    )
 
 
 def test_start_is_pressed_once_and_answers_beside_the_button(page: Any, console: Console) -> None:
@@ -332,11 +355,11 @@ def test_start_is_pressed_once_and_answers_beside_the_button(page: Any, console:
     assert posts == [sent]
 
 
-@pytest.mark.parametrize("width", [1000, 2500])
+@pytest.mark.parametrize("width", [390, 2500])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_reads_at_every_width_and_colour(browser: Any, console: Console, width: int, scheme: str) -> None:
     with watched_page(browser, console, width, scheme) as page:
-        for view in ("fleet", "live"):
-            page.goto(f"{console.url}/#/{view}")
-            expect(page.locator(f".view-{view} .card").first).to_be_visible()
+        for where in ("fleet", "live", "fleet/start", "fleet/d/llama-3.1-8b-instruct", "play"):
+            page.goto(f"{console.url}/#/{where}")
+            expect(page.locator(f".view-{where.partition('/')[0]} .card:visible").first).to_be_visible()
             assert page.evaluate("document.documentElement.scrollWidth") <= width

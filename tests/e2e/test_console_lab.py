@@ -467,6 +467,14 @@ def test_a_sweep_is_drawn_by_load(lab: Lab) -> None:
     page = lab.open("runs/run/sweep")
     expect(page.locator(".chart canvas")).to_have_count(4)
     lab.picture("sweep")
+    with page.expect_download() as download:
+        page.get_by_role("button", name="HTML report").click()
+    assert "<svg" in download.value.path().read_text()
+    for name in ("sweep/p01", "sweep/p03"):
+        page.get_by_label(f"Compare {name}").check()
+    page.get_by_role("button", name="Compare two runs").click()
+    expect(page.get_by_role("heading", name="sweep/p01 against sweep/p03")).to_be_visible()
+    page.go_back()
     page.get_by_role("link", name="concurrency 16").click()
     expect(page.get_by_role("heading", name="sweep/p03")).to_be_visible()
     assert lab.complaints == []
@@ -489,7 +497,7 @@ def test_the_failures_of_a_batch_are_grouped_and_its_rows_read(lab: Lab) -> None
 def test_nothing_is_cut_off_at_any_width(lab: Lab, where: str) -> None:
     page = lab.open(where)
     expect(page.locator("main h1")).to_be_visible()
-    for width in (1000, 2500):
+    for width in (390, 2500):
         page.set_viewport_size({"width": width, "height": 1000})
         assert page.evaluate("document.documentElement.scrollWidth") <= width
     page.set_viewport_size({"width": 1280, "height": 900})

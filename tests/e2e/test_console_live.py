@@ -124,7 +124,10 @@ def test_a_fleet_is_shown_whole_and_by_member(page: Any) -> None:
     for name in MEMBERS:
         expect(page.locator(f"tr.member[data-name='{name}']")).to_be_visible()
     fleet.get_by_role("button").click()
+    expect(fleet.locator("td").nth(7)).to_have_text(re.compile(r"\d.* / .*\d"))  # TPOT: its slowest member's
     hour = page.get_by_role("region", name="The last hour")
+    expect(hour.locator(".latest").first).to_have_text(re.compile(r"generated \d.*prompt \d"))
+    page.get_by_label("Time range").select_option("5 minutes")
     expect(hour.locator("h2")).to_have_text("herd")
     expect(hour.locator("canvas")).to_have_count(5)
     expect(hour.get_by_role("img", name="Tokens per second of herd over the last hour")).to_be_visible()
@@ -144,7 +147,17 @@ def test_power_and_memory_of_gpus_are_drawn_over_the_hour(page: Any) -> None:
     picture(page, "gpus")
 
 
-@pytest.mark.parametrize("width", [1000, 2500])
+def test_a_fleet_has_a_page_and_is_scaled(page: Any, console: Console) -> None:
+    page.goto(f"{console.url}/#/fleet/f/herd")
+    expect(page.get_by_role("region", name="Fleet").locator("tbody tr")).to_have_count(3)
+    page.get_by_label("Members").fill("2..6")
+    page.get_by_role("button", name="Scale").click()
+    expect(page.locator("dialog code")).to_have_text("corral scale herd 2..6")
+    page.keyboard.press("Escape")
+    expect(page.get_by_label("The keeper's log")).to_have_text("Nothing has been written yet.")
+
+
+@pytest.mark.parametrize("width", [390, 2500])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_reads_at_every_width_and_colour(browser: Any, console: Console, width: int, scheme: str) -> None:
     with watched_page(browser, console, width, scheme) as page:

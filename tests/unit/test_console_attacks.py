@@ -78,6 +78,14 @@ def test_a_viewer_learns_of_no_file_through_the_form(viewed: Console, tmp_path: 
         assert "--read-only" in body or "only shows" in body
 
 
+def test_a_viewer_gets_no_key(viewed: Console) -> None:
+    make("one").agent().course(("starting", 1), ("ready", 20)).serves("http://127.0.0.1:9/v1")
+    cookie = enter(viewed)
+    found = ask(viewed, "/api/fleet/access", "POST", '{"name": "one"}', cookie=cookie, origin=viewed.url,
+                content_type="application/json")  # fmt: skip
+    assert found.status == 403
+
+
 def test_a_viewer_makes_the_owner_connect_nowhere(viewed: Console, asked: Path, clean_home: Path) -> None:
     profiles = clean_home / ".config" / "corral" / "profiles"
     profiles.mkdir(parents=True)
@@ -112,7 +120,7 @@ def test_the_cookie_alone_starts_and_stops_nothing(clean_home: Path) -> None:
         cookie, other = enter(console), enter(console)
         body = json.dumps({"name": "one"})
         for secret in ("", "guess", SECRETS[other], cookie.partition("=")[2]):
-            for path in ("/api/fleet/start", "/api/fleet/stop", "/api/fleet/restart", "/api/play/prompt"):
+            for path in ("/api/fleet/start", "/api/fleet/stop", "/api/fleet/access", "/api/play/prompt"):
                 found = ask(console, path, "POST", body, cookie=cookie, origin=console.url, x_corral_secret=secret,
                             content_type="application/json")  # fmt: skip
                 assert found.status == 403, path

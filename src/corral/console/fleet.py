@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shlex
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -15,13 +17,16 @@ from corral.base.errors import ConflictError, UsageError
 from corral.base.record import load_json
 from corral.console.commands import line_of
 from corral.console.context import ConsoleContext, LatestValue, answer, body_of, events, whole_number
-from corral.console.logs import read_journal, read_log
+from corral.console.logs import read_journal, read_journals, read_log, read_log_file
 from corral.console.starting import choices, form_of, preview, up_argv
 from corral.console.statuses import DeploymentRows, Row, restart_argv
 from corral.deploy.deployment.folder import DeploymentFolder, open_folder
 from corral.deploy.deployment.state import ENDED
 from corral.deploy.lifecycle.deployments import Record, status
+from corral.serve.fleet.creation import parse_size
+from corral.serve.fleet.record import open_fleet
 from corral.serve.fleet.status import chosen_fleet
+from corral.serve.resolve import resolve
 
 QUIET_S = 15.0  # after which a stream without news sends an empty message
 
@@ -52,6 +57,8 @@ class _Fleet:
             Route("/api/fleet/start", self.start, methods=["POST"]),
             Route("/api/fleet/stop", self.stop, methods=["POST"]),
             Route("/api/fleet/restart", self.restart, methods=["POST"]),
+            Route("/api/fleet/scale", self.scale, methods=["POST"]),
+            Route("/api/fleet/access", self.access, methods=["POST"]),
         ]
 
     async def stream(self, _: Request) -> Response:
@@ -76,10 +83,15 @@ class _Fleet:
     async def logs(self, request: Request) -> Response:
         query = request.query_params
         after, rank = whole_number(query, "after"), whole_number(query, "rank") or 0
+        if fleet := query.get("fleet"):
+            log, word = open_fleet(fleet).keeper_log, query.get("search", "")[:200]
+            return answer(await run_in_threadpool(read_log_file, log, word, after))
         folder = open_folder(query.get("name", ""))
         return answer(await run_in_threadpool(read_log, folder, rank, query.get("search", "")[:200], after))
 
     async def journal(self, request: Request) -> Response:
+        if fleet := request.query_params.get("fleet"):
+            return answer({"events": await run_in_threadpool(read_journals, [open_fleet(fleet).events])})
         folder = open_folder(request.query_params.get("name", ""))
         return answer({"events": await run_in_threadpool(read_journal, folder)})
 
@@ -111,9 +123,29 @@ class _Fleet:
         argv, running = await run_in_threadpool(_again, folder)
         return answer(self._context.commands.start(*([["down", folder.name]] if running else []), argv), 202)
 
+    async def scale(self, request: Request) -> Response:
+        body = await body_of(request)
+        replicas = str(body.get("replicas", ""))
+        parse_size(replicas)
+        return answer(self._context.commands.start(["scale", open_fleet(_name_in(body)).name, replicas]), 202)
+
+    async def access(self, request: Request) -> Response:
+        """What a client needs, with the key: posted for, so that no reader of `--read-only` gets it."""
+        endpoint = await run_in_threadpool(resolve, await _name(request))
+        url, key = f"{endpoint.root}/v1", endpoint.key() or ""
+        body = json.dumps({"model": endpoint.model, "messages": [{"role": "user", "content": "Hello"}]})
+        headers = [*(["-H", f"Authorization: Bearer {key}"] if key else []), "-H", "Content-Type: application/json"]
+        curl = shlex.join(["curl", f"{url}/chat/completions", *headers, "-d", body])
+        known = {"url": url, "model": endpoint.model, "key": key, "curl": curl}
+        return answer(known)
+
 
 async def _name(request: Request) -> str:
-    name = (await body_of(request)).get("name")
+    return _name_in(await body_of(request))
+
+
+def _name_in(body: dict[str, Any]) -> str:
+    name = body.get("name")
     if not isinstance(name, str) or not name or name.startswith("-"):
         raise UsageError(f"{str(name)[:80]!r} names no deployment.", "Give its name.")
     return name

@@ -291,6 +291,11 @@ class _Live:
         now_s, kept = self._context.clock(), self._context.history
         known = [line for line in self._lines if line.name in self._servers]
         figures = {line.name: figures_of(line) for line in known}
+        for name in figures:
+            own = sums_of([one for member, one in figures.items() if self._servers[member].fleet == name])
+            for figure in WORST:  # a gateway measures no time per token: the slowest member stands for the fleet
+                if figures[name][figure] is None:
+                    figures[name][figure] = own[figure]
         whole = sums_of([one for name, one in figures.items() if not self._servers[name].members])
         for name, one in ((ALL, whole), *figures.items()):
             kept.add(now_s, {f"{figure} {name}": value for figure, value in one.items()})

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from corral.base.untrusted import plain
@@ -36,7 +37,11 @@ class LogPage:
 
 def read_log(folder: DeploymentFolder, rank: int, search: str = "", after: int | None = None) -> LogPage:
     """The end of a rank's log, or what came after a byte, or the last lines that hold a word in any case."""
-    log = folder.known_rank(rank).log
+    return read_log_file(folder.known_rank(rank).log, search, after)
+
+
+def read_log_file(log: Path, search: str = "", after: int | None = None) -> LogPage:
+    """The same of any log."""
     try:
         size = log.stat().st_size
     except FileNotFoundError:
@@ -47,7 +52,7 @@ def read_log(folder: DeploymentFolder, rank: int, search: str = "", after: int |
         begin = max(0, size - (SEARCHED_BYTES if search else TAIL_BYTES))
     kept: deque[str] = deque(maxlen=LINES)
     end, found, wanted = begin, 0, search.casefold()
-    for line, at in _lines(folder, rank, begin, whole=after is not None or begin == 0):
+    for line, at in _lines(log, begin, whole=after is not None or begin == 0):
         end = at
         text = _clean(line)
         if not wanted or wanted in text.casefold():
@@ -56,10 +61,10 @@ def read_log(folder: DeploymentFolder, rank: int, search: str = "", after: int |
     return LogPage(tuple(kept), end, size, found if search else None)
 
 
-def _lines(folder: DeploymentFolder, rank: int, begin: int, whole: bool) -> Iterator[tuple[bytes, int]]:
+def _lines(log: Path, begin: int, whole: bool) -> Iterator[tuple[bytes, int]]:
     """Whole lines and the byte after each; where reading begins in the middle of one, that is left out."""
     rest, at = b"", begin
-    with folder.rank(rank).log.open("rb") as file:
+    with log.open("rb") as file:
         file.seek(begin)
         while block := file.read(BLOCK_BYTES):
             *lines, rest = (rest + block).split(b"\n")
@@ -81,7 +86,11 @@ def _clean(line: bytes) -> str:
 
 def read_journal(folder: DeploymentFolder) -> list[dict[str, Any]]:
     """What happened, newest first; of what was written in one millisecond, the later line."""
-    journals = [folder.staging, *(rank.events for rank in folder.ranks())]
+    return read_journals([folder.staging, *(rank.events for rank in folder.ranks())])
+
+
+def read_journals(journals: Sequence[Path]) -> list[dict[str, Any]]:
+    """The events of several journals as one."""
     events = [event for journal in journals for event in read_events(journal)]
     newest = sorted(events, key=lambda event: event.time_s)[::-1][:MOST_EVENTS]
     return [

@@ -19,6 +19,7 @@ from corral.lab.bench.compare import ListedRun, all_runs, compared
 from corral.lab.bench.metrics import RequestRow, latencies_s, percentile
 from corral.lab.bench.spec import METRICS
 from corral.lab.report.bench import headline, timeline
+from corral.lab.report.bench_page import saved_page
 from corral.use.batch.core.folder import known_outputs
 from corral.use.batch.inspect import failure_groups, inspect, rows_of
 
@@ -36,6 +37,7 @@ def routes(_: ConsoleContext) -> list[BaseRoute]:
     return [
         path("", lambda _: {"runs": run_list(), "batches": batch_list()}),
         path("/run", lambda query: run_page(query.get("name", ""))),
+        path("/report", lambda query: {"html": report_of(query.get("name", ""))}),
         path("/compare", lambda query: comparison(query.get("a", ""), query.get("b", ""))),
         path("/batch", lambda query: batch_page(query.get("output", ""))),
         path("/rows", batch_rows),
@@ -98,6 +100,11 @@ def _figures(name: str, run: store.Run) -> dict[str, Any]:
         "cost": run.cost,
         "facts": {**run.fingerprint.server, **run.fingerprint.hardware},
     }  # fmt: skip
+
+
+def report_of(name: str) -> str:
+    """The page that `corral bench report` writes."""
+    return saved_page(_folder(name))
 
 
 def _spread(run: store.Run, metric: str) -> dict[str, Any]:

@@ -348,5 +348,6 @@ def fleet_row(folder: FleetFolder) -> Row:
         "url": now.endpoint.base_url if now.endpoint else None,
         "members": [{"name": one.name, "leaving": one.leaving, "load": loads[one.name]} for one in now.members],
         "at_urls": [f"{one.name} ({one.load.judged.value})" for one in now.at_urls if one.load],
+        "scale": line_of(["scale", now.name]),
         "stop": None if now.state in ENDED else line_of(["down", now.name]),
     }

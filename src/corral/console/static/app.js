@@ -3,7 +3,7 @@
 import { el, fill, problem, sentence } from "/static/dom.js";
 import { get, post, stream } from "/static/net.js";
 
-const VIEWS = { fleet: "Fleet", live: "Live", play: "Playground", plan: "Plan", runs: "Runs" };
+const VIEWS = { fleet: "Overview", live: "Live", play: "Playground", plan: "Plan", runs: "Runs" };
 const main = document.getElementById("main");
 let unmount = () => {};
 let turn = 0;

@@ -79,6 +79,20 @@ export function meter(share) {
   return el("span", { class: "meter" }, el("span", { class: "meter-bar" }, el("span", { style: { width: `${Math.min(100, 100 * share)}%` } })), percent(share));
 }
 
+const WORDS = { weights_gib: "weights", load_s: "loaded in", compile_s: "compiled in", kv_tokens: "KV cache", graph_gib: "CUDA graphs", max_model_len: "context", max_num_seqs: "requests at once",
+  max_num_batched_tokens: "tokens in a step", gpu_memory_utilization: "share of GPU memory", decode_tokens_per_s: "one stream", prefill_tokens_per_s: "prompts", throughput_tokens_per_s: "together", kv_cache_tokens: "KV cache", ttft_s: "first token" };
+const UNITS = [[/_tokens_per_s$/, (value) => `${number(value)} tokens/s`], [/_gib$/, (value) => `${number(value, 1)} GiB`], [/_bytes(_per_gpu)?$/, (value) => `${number(value / 1024 ** 3, 1)} GiB`],
+  [/_tokens$|^max_model_len$/, (value) => `${number(value)} tokens`], [/_s$/, duration], [/_mib$/, (value) => `${number(value)} MiB`]];
+
+/** A figure of a record in words: `kv_tokens` 412345 is "KV cache", "412,345 tokens". */
+export function worded(key, value) {
+  const name = key.split(".").at(-1), [unit, text] = UNITS.find(([ends]) => ends.test(name)) ?? [];
+  const known = value !== "" && value !== null && typeof value !== "boolean" && isFinite(value);
+  const words = WORDS[name] ?? key.replace(unit && known ? unit : "", "").replaceAll(/[._]/g, " ").trim();
+  if (known) return [words, unit ? text(Number(value)) : number(Number(value), 2)];
+  return [words, typeof value === "object" ? JSON.stringify(value) : String(value).replaceAll("_", " ")];
+}
+
 /** Errors begin like the middle of a line; here they begin one. */
 export const sentence = (text) => text.charAt(0).toUpperCase() + text.slice(1);
 

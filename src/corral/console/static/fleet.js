@@ -1,7 +1,7 @@
-// Fleet: every deployment with its phases, failures with their remedy, and what can be done about it.
+// Overview: every deployment with its phases, failures with their remedy, and what can be done about it.
 
-import { command, duration, el, empty, exchange, fill, sentence } from "/static/dom.js";
-import { details } from "/static/deployment.js";
+import { command, copier, duration, el, empty, exchange, fill, sentence } from "/static/dom.js";
+import { details, fleetPage } from "/static/deployment.js";
 import { startForm } from "/static/start.js";
 import { confirmRun } from "/static/runner.js";
 import { standing, timeLeft, timeline } from "/static/phases.js";
@@ -18,7 +18,7 @@ export function mount(root, ctx) {
   const rows = new Map();
   let order = [], skew = 0, came = false;
   const clock = () => Date.now() / 1000 + skew;
-  const show = where === "d" ? details(root, ctx, name) : list(root, ctx);
+  const show = where === "d" ? details(root, ctx, name) : where === "f" ? fleetPage(root, ctx, name) : list(root, ctx);
   const draw = () => { if (came) show.draw(order.map((key) => rows.get(key)).filter(Boolean), clock()); };
   const end = ctx.stream("/api/fleet/stream", (news) => {
     skew = news.now_s - Date.now() / 1000;
@@ -39,8 +39,9 @@ function list(root, ctx) {
   const cards = new Map(); // key -> {row, node, tick}
   let known = [], now = 0;
   const start = ctx.readOnly ? null : el("a", { class: "button primary", href: "#/fleet/start" }, "Start a model");
-  fill(root, el("div", { class: "head" }, el("h1", {}, "Fleet"), counts, el("span", { class: "push find" }, search), start), warnings, body);
+  fill(root, el("div", { class: "head" }, el("h1", {}, "Overview"), counts, el("span", { class: "push find" }, search), start), warnings, body);
   search.addEventListener("input", () => arrange());
+  addEventListener("corral-dismissed", arrange);
 
   function arrange() {
     const words = search.value.toLowerCase().split(/\s+/).filter(Boolean);
@@ -49,8 +50,9 @@ function list(root, ctx) {
     const fleets = shown.filter((row) => row.kind === "fleet" && !row.ended);
     const inFleet = new Set(fleets.flatMap((row) => row.members.map((one) => one.name)));
     const alone = shown.filter((row) => row.kind !== "fleet" && !inFleet.has(row.name));
-    const living = alone.filter((row) => !row.ended || row.state === "failed").sort((a, b) => (RANK[a.state] ?? 1) - (RANK[b.state] ?? 1));
-    const ended = alone.filter((row) => row.ended && row.state !== "failed");
+    const shut = (row) => row.ended && (row.state !== "failed" || dismissed(row));
+    const living = alone.filter((row) => !shut(row)).sort((a, b) => (RANK[a.state] ?? 1) - (RANK[b.state] ?? 1));
+    const ended = alone.filter(shut);
     const state = known.filter((row) => row.kind !== "fleet").reduce((sums, row) => ({ ...sums, [row.state]: (sums[row.state] ?? 0) + 1 }), {});
     counts.textContent = Object.entries(state).map(([word, count]) => `${count} ${word}`).join(" · ");
     const card = (row) => cards.get(row.key)?.node;
@@ -82,8 +84,24 @@ function list(root, ctx) {
       if (changed || !rows.length) arrange();
     },
     tick(at) { for (const one of cards.values()) one.tick?.(at); },
-    end() {},
+    end() { removeEventListener("corral-dismissed", arrange); },
   };
+}
+
+// failures that were seen and dismissed in this browser, by name and time
+const DISMISSED = "corral-dismissed";
+const seen = () => { try { return JSON.parse(localStorage.getItem(DISMISSED)) ?? []; } catch { return []; } };
+const failureOf = (row) => `${row.created_s} ${row.name}`;
+const dismissed = (row) => seen().includes(failureOf(row));
+
+/** A button that puts an old failure among what has ended. */
+export function dismissal(row) {
+  if (row.state !== "failed" || dismissed(row)) return null;
+  return el("button", { type: "button", title: "Put it among what has ended", onclick: (event) => {
+    localStorage.setItem(DISMISSED, JSON.stringify([failureOf(row), ...seen()].slice(0, 200)));
+    event.target.remove();
+    dispatchEvent(new Event("corral-dismissed"));
+  } }, "Dismiss");
 }
 
 const hay = (row) => [row.name, row.model, row.state, row.target, row.reason, row.text, row.job?.id, ...(row.nodes ?? []).map((one) => one.node)].join(" ").toLowerCase();
@@ -124,8 +142,8 @@ function deploymentCard(row, ctx, now) {
     el("div", { class: "card-head" }, el("h2", {}, el("a", { href, title: row.name }, row.name)), tag(row)),
     el("p", { class: "dim facts-line" }, [row.model === row.name ? null : row.model, row.target, row.engine, row.job ? `job ${row.job.id}` : null, nodesWords(row)].filter((one) => one && one !== "-").join(" · ")),
     bar, line, failure(row), waiting(row),
-    row.url ? el("code", { class: "url" }, row.url) : null,
-    el("div", { class: "row actions" }, el("a", { class: "button", href }, "Logs and events"), actions(row, ctx)));
+    row.url ? el("div", { class: "row" }, el("code", { class: "url" }, row.url), copier(row.url, "Copy the address")) : null,
+    el("div", { class: "row actions" }, el("a", { class: "button", href }, "Logs and events"), row.state === "ready" ? el("a", { class: "button", href: `#/play/${encodeURIComponent(row.name)}` }, "Playground") : null, actions(row, ctx), dismissal(row)));
   return { node, tick };
 }
 
@@ -153,10 +171,10 @@ export function actions(row, ctx) {
 function fleetCard(row, ctx) {
   const size = row.least === row.most ? `${row.wanted} members` : `${row.wanted} members (${row.least} to ${row.most})`;
   const node = el("article", { class: "card fleet-card", "data-name": row.name, "aria-label": `Fleet ${row.name}, ${row.state}` },
-    el("div", { class: "card-head" }, el("h2", {}, row.name), el("span", { class: "tag" }, "fleet"), tag(row)),
+    el("div", { class: "card-head" }, el("h2", {}, el("a", { href: `#/fleet/f/${encodeURIComponent(row.name)}` }, row.name)), el("span", { class: "tag" }, "fleet"), tag(row)),
     el("p", { class: "dim facts-line" }, [row.model, size, row.text, row.running === undefined ? null : `${row.running} running, ${row.waiting} waiting`,
       row.at_urls?.length ? `also ${row.at_urls.join(", ")}` : null].filter(Boolean).join(" · ")),
     row.url ? el("code", { class: "url" }, row.url) : null,
-    ctx.readOnly || !row.stop ? null : el("div", { class: "row actions" }, actions({ ...row, restart: null }, ctx)));
+    el("div", { class: "row actions" }, el("a", { class: "button", href: `#/fleet/f/${encodeURIComponent(row.name)}` }, "Scale, logs and events"), actions({ ...row, restart: null }, ctx)));
   return { node };
 }

@@ -17,10 +17,12 @@ export function mount(root, ctx) {
   let chosen = ctx.path[0] ?? ALL, over = false, turn = 0, charts = null, gpuCharts = null, gpuKey = "";
   const state = el("span", { class: "dim", role: "status" }, "Looking…");
   const title = el("h2", { class: "long" }, chosen), drawn = el("div", {});
+  const span = el("select", { "aria-label": "Time range" }, [[300, "5 minutes"], [900, "15 minutes"], [3600, "an hour"]].map(([value, text]) => el("option", { value, selected: value === 3600 }, text)));
+  span.addEventListener("change", () => { charts?.range(Number(span.value)); gpuCharts?.range(Number(span.value)); });
   const gpus = el("section", { class: "card", "aria-label": "GPUs", hidden: true }), gpuRows = el("tbody", {}), gpuDrawn = el("div", {});
   const jobs = el("section", { class: "card", "aria-label": "Batches and tunes" });
   const servers = serverTable((name) => choose(name));
-  fill(root, el("div", { class: "head" }, el("h1", {}, "Live"), state), servers.node, el("section", { class: "card", "aria-label": "The last hour" }, title, drawn), gpus, jobs);
+  fill(root, el("div", { class: "head" }, el("h1", {}, "Live"), state), servers.node, el("section", { class: "card", "aria-label": "The last hour" }, el("div", { class: "head" }, title, el("span", { class: "push" }, span)), drawn), gpus, jobs);
   fill(gpus, el("h2", {}, "GPUs of this machine"), gpuDrawn, gpuTable(gpuRows));
 
   async function choose(name) {
@@ -34,6 +36,7 @@ export function mount(root, ctx) {
       charts?.end();
       charts = made;
       fill(drawn, made.node);
+      made.range(Number(span.value));
       await made.load(found.figures);
     } catch (error) { if (!over) fill(drawn, problem(error)); }
   }
@@ -52,6 +55,7 @@ export function mount(root, ctx) {
     ], "this machine's GPUs");
     gpuCharts?.end();
     gpuCharts = made;
+    made.range(Number(span.value));
     fill(gpuDrawn, made.node);
     try { await made.load((await ctx.get("/api/live/gpus")).figures); } catch (error) { fill(gpuDrawn, problem(error)); }
   }

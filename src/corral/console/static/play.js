@@ -14,7 +14,7 @@ export function mount(root, ctx) {
   ctx.get("/api/play/choices").then((known) => {
     if (over) return;
     if (!open && known.servers.length) open = playground(ctx, known);
-    if (!open) fill(root, el("h1", {}, "Playground"), empty("There is no server to ask.", el("p", {}, "Start a model, and it is offered here as soon as it is ready."), el("a", { class: "button", href: "#/fleet" }, "Go to Fleet")));
+    if (!open) fill(root, el("h1", {}, "Playground"), empty("There is no server to ask.", el("p", {}, "Start a model, and it is offered here as soon as it is ready."), el("a", { class: "button", href: "#/fleet" }, "Go to Overview")));
     else { fill(root, open.nodes); open.shown(known, ctx.path[0]); }
   }).catch((error) => { if (!over) fill(root, problem(error)); });
   return () => { over = true; hide(); };

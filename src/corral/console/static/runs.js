@@ -1,6 +1,6 @@
 // The Runs view: measurements listed, drawn, and laid over each other; batches and their rows.
 
-import { duration, el, empty, fill, number, problem } from "/static/dom.js";
+import { download, duration, el, empty, fill, number, problem, worded } from "/static/dom.js";
 import { chart, round } from "/static/chart.js";
 
 const NAMES = { ttft: "Time to first token", tpot: "Time per output token", itl: "Between tokens", e2el: "Whole answer" };
@@ -21,14 +21,19 @@ export function mount(root, ctx) {
   const back = () => el("a", { href: "#/runs" }, "← Runs");
   const at = (...parts) => `#/runs/${parts.map(encodeURIComponent).join("/")}`;
 
-  async function list() {
-    const found = await ctx.get("/api/runs");
+  /** A button that compares the two that are ticked, and what makes the boxes to tick. */
+  function choosing() {
     const chosen = [];
     const go = el("button", { class: "primary", type: "button", disabled: true, onclick: () => ctx.go(at("compare", ...chosen)) }, "Compare two runs");
     const pick = (name) => el("input", { type: "checkbox", "aria-label": `Compare ${name}`, onchange: (event) => {
       event.target.checked ? chosen.push(name) : chosen.splice(chosen.indexOf(name), 1);
       go.disabled = chosen.length !== 2;
     } });
+    return { go, pick };
+  }
+
+  async function list() {
+    const found = await ctx.get("/api/runs"), { go, pick } = choosing();
     const runs = found.runs.length ? el("div", { class: "scroll" }, el("table", {}, heads(["", 0, "pick"], ["Run"], ["Load"], ["Verdict"], ["Output tokens/s", 1], ["When", 1]),
       el("tbody", {}, found.runs.map((one) => el("tr", {}, el("td", { class: "pick" }, pick(one.name)), el("td", { class: "long" }, el("a", { href: at("run", one.name) }, one.name)), el("td", {}, one.load), el("td", {}, tag(one.verdict)), el("td", { class: "num" }, round(one.output_throughput)), el("td", { class: "num dim" }, ago(one.created_s)))))))
       : empty("No measurement yet.", el("p", {}, "A first one: ", el("code", {}, "corral bench quick")));
@@ -44,23 +49,28 @@ export function mount(root, ctx) {
     await page(back(), ...(found.points ? series(found) : single(found)));
   }
 
+  /** The report of `corral bench report`: one file, which reads without the console. */
+  const report = (name) => el("button", { type: "button", onclick: async () => {
+    try { download(`${name.replaceAll("/", "-")}.html`, (await ctx.get(`/api/runs/report?${new URLSearchParams({ name })}`)).html, "text/html"); } catch (error) { ctx.toast(error.message); }
+  } }, "HTML report");
+
   function series(found) {
-    const points = found.points;
+    const points = found.points, { go, pick } = choosing();
     const by = points.every((one) => one.concurrency) ? ["requests at once", (one) => one.concurrency] : points.every((one) => one.rate) ? ["requests/s offered", (one) => one.rate] : ["run", (_, n) => n + 1];
     const x = points.map(by[1]);
     const roofs = points.map((one) => one.limit?.roof_tokens_per_s ?? null);
     const lines = [{ name: "measured", x, y: points.map((one) => one.output_throughput), dots: true }];
     if (roofs.some((one) => one !== null)) lines.push({ name: "the plan's roofline", x, y: roofs, dashed: true });
     const latency = (metric) => chart(`${NAMES[metric]}, by load`, { x: by[0], y: "ms", lines: [{ name: "median", x, y: points.map((one) => one.latency[metric].median), dots: true }, { name: "p99", x, y: points.map((one) => one.latency[metric].p99 ?? null), dots: true }] });
-    return [el("div", { class: "head" }, el("h1", { class: "long" }, found.name), el("span", { class: "tag" }, found.kind)), el("p", { class: "dim" }, points[0]?.title ?? ""),
+    return [el("div", { class: "head" }, el("h1", { class: "long" }, found.name), el("span", { class: "tag" }, found.kind), el("span", { class: "push" }, report(found.name))), el("p", { class: "dim" }, points[0]?.title ?? ""),
       el("div", { class: "grid charts" }, chart("Output tokens per second, by load", { x: by[0], y: "tokens/s", lines }), latency("ttft"), latency("tpot"),
         chart("Latency against throughput", { x: "output tokens/s", y: "ms", lines: [{ name: "median time per output token", x: points.map((one) => one.output_throughput), y: points.map((one) => one.latency.tpot.median), dots: true }] })),
-      el("section", { class: "card" }, el("h2", {}, "Its runs"), el("div", { class: "scroll" }, el("table", {}, heads(["Load"], ["Verdict"], ["Output tokens/s", 1], ["Of the roofline", 1], ["TTFT median, ms", 1], ["TPOT median, ms", 1], ["Failed", 1]),
-        el("tbody", {}, points.map((one) => el("tr", {}, el("td", {}, el("a", { href: at("run", one.name) }, one.load)), el("td", {}, tag(one.verdict)), [round(one.output_throughput), share(one.limit?.reached), round(one.latency.ttft.median), round(one.latency.tpot.median), number(one.failed)].map((cell) => el("td", { class: "num" }, cell))))))))];
+      el("section", { class: "card" }, el("div", { class: "head" }, el("h2", {}, "Its runs"), el("span", { class: "push" }, go)), el("div", { class: "scroll" }, el("table", {}, heads(["", 0, "pick"], ["Load"], ["Verdict"], ["Output tokens/s", 1], ["Of the roofline", 1], ["TTFT median, ms", 1], ["TPOT median, ms", 1], ["Failed", 1]),
+        el("tbody", {}, points.map((one) => el("tr", {}, el("td", { class: "pick" }, pick(one.name)), el("td", {}, el("a", { href: at("run", one.name) }, one.load)), el("td", {}, tag(one.verdict)), [round(one.output_throughput), share(one.limit?.reached), round(one.latency.ttft.median), round(one.latency.tpot.median), number(one.failed)].map((cell) => el("td", { class: "num" }, cell))))))))];
   }
 
   function single(one) {
-    return [el("div", { class: "head" }, el("h1", { class: "long" }, one.name), tag(one.verdict)), el("p", { class: "dim" }, one.title),
+    return [el("div", { class: "head" }, el("h1", { class: "long" }, one.name), tag(one.verdict), el("span", { class: "push" }, report(one.name))), el("p", { class: "dim" }, one.title),
       one.problems.map((each) => el("p", { class: each.severity === "invalid" ? "problem" : "note" }, each.text)),
       el("section", { class: "figures" }, figure("Output", round(one.output_throughput), "tokens/s"), figure("Requests", round(one.request_throughput), "a second"), figure("Answers", number(one.completed), `in ${duration(one.duration_s)}${one.failed ? `, ${number(one.failed)} failed` : ""}`), figure("At once", round(one.mean_concurrency), "on average")),
       roofline(one), spreads([one]), el("div", { class: "grid charts" }, timelines([one]), distributions([one])), facts(one)];
@@ -147,5 +157,5 @@ function distributions(runs) {
 }
 
 function facts(one) {
-  return el("details", { class: "card" }, el("summary", {}, "What was measured on what"), el("dl", { class: "facts" }, Object.entries(one.facts).map(([name, value]) => [el("dt", {}, name.replaceAll("_", " ")), el("dd", {}, String(value))])));
+  return el("details", { class: "card" }, el("summary", {}, "What was measured on what"), el("dl", { class: "facts" }, Object.entries(one.facts).map(([name, value]) => [el("dt", {}, worded(name, value)[0]), el("dd", {}, worded(name, value)[1])])));
 }

@@ -46,7 +46,7 @@ export function serverTable(choose) {
     next.disabled = at + PAGE >= found.length;
     table.hidden = !found.length;
     nothing.hidden = Boolean(found.length);
-    if (!found.length) fill(nothing, news.servers.length ? empty("No server is called that.") : empty("No server is ready.", el("p", {}, "What runs shows its load here: tokens per second, requests, cache, times."), el("a", { class: "button", href: "#/fleet" }, "Go to Fleet")));
+    if (!found.length) fill(nothing, news.servers.length ? empty("No server is called that.") : empty("No server is ready.", el("p", {}, "What runs shows its load here: tokens per second, requests, cache, times."), el("a", { class: "button", href: "#/fleet" }, "Go to Overview")));
   }
 
   function line(row, chosen) {

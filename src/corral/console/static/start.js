@@ -1,6 +1,6 @@
 // The form that is `corral plan`: what would run, why, and the line that starts it.
 
-import { command, el, fill, problem } from "/static/dom.js";
+import { command, el, fill, problem, worded } from "/static/dom.js";
 import { follow } from "/static/runner.js";
 
 export function startForm(root, ctx) {
@@ -106,13 +106,6 @@ function shown(plan) {
       .filter(([, value]) => value).map(([key, value]) => [el("dt", {}, key), el("dd", {}, String(value))])),
     ...plan.notes.map((text) => el("div", { class: "note" }, text)),
     el("h3", {}, "Every number with its reason"),
-    el("div", { class: "scroll" }, el("table", {}, el("tbody", {}, plan.reasons.map((one) => el("tr", {}, el("td", {}, one.field.replaceAll(/[._]/g, " ")), el("td", { class: "num" }, value(one)), el("td", { class: "dim" }, one.because)))))),
+    el("div", { class: "scroll" }, el("table", {}, el("tbody", {}, plan.reasons.map((one) => el("tr", {}, el("td", {}, worded(one.field, one.value ?? "")[0]), el("td", { class: "num" }, worded(one.field, one.value ?? "")[1]), el("td", { class: "dim" }, one.because)))))),
   ];
-}
-
-/** A number as people write it: bytes in GiB, thousands apart. */
-function value(one) {
-  const text = String(one.value ?? "");
-  if (!/^\d{5,}$/.test(text)) return text;
-  return one.field.includes("bytes") ? `${(Number(text) / 1024 ** 3).toFixed(1)} GiB` : Number(text).toLocaleString("en");
 }
