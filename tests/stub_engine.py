@@ -128,7 +128,11 @@ def main() -> None:
             return self.answer(200, "{}")
 
         def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["Content-Length"]))
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            wrong = "only" in options and self.path != options["only"]
+            if wrong or (self.path == "/v1/audio/transcriptions" and b"WAVEfmt" not in body):
+                self.answer(404, '{"detail":"Not Found"}')
+                return
             if stuck.is_set():
                 taken.release()  # one more
                 time.sleep(1000)

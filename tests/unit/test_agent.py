@@ -129,6 +129,27 @@ def test_phases_and_figures_then_ready_then_stop(run) -> None:
     assert all(may_follow(before, after) for before, after in itertools.pairwise(walked))
 
 
+@pytest.mark.parametrize(
+    ("task", "path"),
+    [("embed", "/v1/embeddings"), ("classify", "/classify"), ("rerank", "/rerank"),
+     ("transcribe", "/v1/audio/transcriptions"), ("generate", "/v1/completions")],
+)  # fmt: skip
+def test_readiness_is_a_request_of_the_models_task(run, tmp_path: Path, task: str, path: str) -> None:
+    port, key = free_port(), tmp_path / "key"
+    serve = {"host": "127.0.0.1", "port": port, "model": "m", "key_file": str(key), "task": task}
+    one = run(serve=serve, argv=[sys.executable, str(STUB), str(port), str(key), f"only={path}"])
+    one.wait_state("ready")
+    one.process.terminate()
+    one.wait_gone()
+
+
+def test_a_model_that_embeds_is_not_ready_by_a_completion(run) -> None:
+    one = run("only=/v1/embeddings")
+    failed = one.wait_state("failed")
+    assert "(generate) was answered 404" in failed.get("text")
+    one.wait_gone()
+
+
 def test_a_drain_ends_it_when_nothing_runs(run, tmp_path: Path) -> None:
     one = run(drain_file=str(tmp_path / "drain"))
     one.wait_state("ready")

@@ -382,7 +382,7 @@ def _environment(pairs: tuple[str, ...]) -> dict[str, str]:
 def _tell_ready(status: deployments.Status, screen: PhaseScreen, renew: bool, as_json: bool) -> None:
     endpoint = status.endpoint
     assert endpoint is not None
-    answer = ask(endpoint)
+    answer = ask(endpoint) if status.task == "generate" else ""
     if as_json:
         print_json(_document(status, screen, answer))
         return
@@ -426,6 +426,29 @@ def ask(endpoint: Endpoint) -> str:
         client.close_sync()
 
 
+_CALLS = {  # of OpenAI's SDK
+    "generate": ('chat.completions.create(model={0!r},\n      messages=[{{"role": "user", "content": "Hello!"}}])',
+                 "choices[0].message.content"),
+    "embed": ('embeddings.create(model={0!r}, input=["Hello!"])', "data[0].embedding"),
+    "transcribe": ('audio.transcriptions.create(model={0!r}, file=open("speech.wav", "rb"))', "text"),
+}  # fmt: skip
+
+
+def _python_lines(endpoint: Endpoint, task: str) -> list[str]:
+    if task not in _CALLS:
+        return []
+    call, answer = _CALLS[task]
+    return [
+        "Python (pip install openai):",
+        "  from openai import OpenAI",
+        f"  client = OpenAI(base_url={endpoint.base_url!r},",
+        f"                  api_key=open({endpoint.key_file!r}).read().strip())",
+        f"  reply = client.{call.format(endpoint.model)}",
+        f"  print(reply.{answer})",
+        "",
+    ]
+
+
 def summary(status: deployments.Status, endpoint: Endpoint, answer: str) -> str:
     """What a newcomer needs next: where it is, how to call it, how to stop it."""
     name = shlex.quote(status.name)
@@ -441,16 +464,9 @@ def summary(status: deployments.Status, endpoint: Endpoint, answer: str) -> str:
         lines += ["", f"  asked     {FIRST_QUESTION}", f"  answered  {' '.join(answer.split())}"]
     lines += [
         "",
-        *curl_lines(endpoint),
+        *curl_lines(endpoint, status.task),
         "",
-        "Python (pip install openai):",
-        "  from openai import OpenAI",
-        f"  client = OpenAI(base_url={endpoint.base_url!r},",
-        f"                  api_key=open({endpoint.key_file!r}).read().strip())",
-        f"  reply = client.chat.completions.create(model={endpoint.model!r},",
-        '      messages=[{"role": "user", "content": "Hello!"}])',
-        "  print(reply.choices[0].message.content)",
-        "",
+        *_python_lines(endpoint, status.task),
         f"It keeps running. Watch: corral logs {name} -f    Stop: corral down {name}",
     ]
     return "\n".join(lines)

@@ -14,6 +14,7 @@ from corral.client.endpoint import Endpoint
 from corral.deploy.lifecycle.decision import DeployRequest
 from corral.deploy.targets.base import Queue, load_target
 from corral.lab.report.screen import PhaseScreen, print_json
+from corral.node.agent.probe import REQUESTS
 from corral.serve.fleet.creation import FleetOrder, prepare_fleet
 from corral.serve.fleet.processes import end_fleet, ensure_keeper
 from corral.serve.fleet.start import start_member
@@ -73,16 +74,21 @@ def bring_up_fleet(
         click.echo(f"{found.name} is starting; `corral wait {shlex.quote(found.name)}` waits until it is ready.")
 
 
-def curl_lines(endpoint: Endpoint) -> list[str]:
+_FIRST: dict[str, tuple[str, dict[str, object]]] = {
+    **REQUESTS, "generate": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello!"}]})
+}  # fmt: skip
+
+
+def curl_lines(endpoint: Endpoint, task: str = "generate") -> list[str]:
     """How a shell asks a server its first question."""
-    body = json.dumps({"model": endpoint.model, "messages": [{"role": "user", "content": "Hello!"}]})
-    return [
-        "curl:",
-        f"  curl {endpoint.base_url}/chat/completions \\",
-        f'    -H "Authorization: Bearer $(cat {shlex.quote(endpoint.key_file or "")})"'
-        ' -H "Content-Type: application/json" \\',
-        f"    -d {shlex.quote(body)}",
-    ]
+    key = f'    -H "Authorization: Bearer $(cat {shlex.quote(endpoint.key_file or "")})"'
+    if task == "transcribe":
+        url = f"  curl {endpoint.base_url}/audio/transcriptions \\"
+        return ["curl:", url, f"{key} \\", f"    -F model={shlex.quote(endpoint.model)} -F file=@speech.wav"]
+    path, fields = _FIRST[task]
+    body = json.dumps({"model": endpoint.model, **fields})
+    url = f"  curl {endpoint.root}{path} \\"
+    return ["curl:", url, f'{key} -H "Content-Type: application/json" \\', f"    -d {shlex.quote(body)}"]
 
 
 def _summary(found: FleetStatus, answer: str) -> str:

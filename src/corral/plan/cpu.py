@@ -152,7 +152,7 @@ def predict_cpu(model: ModelFacts, rates: Rates, settings: EngineSettings, goal:
     load = read_bytes / ((goal.storage_gb_s or 1.0) * 1e9) + costs.start_s * rates.scale
     numbers = (1 / alone, prefill, running * goal.output_tokens / cycle, first, cycle / goal.output_tokens, load)
     one, prompt, together, ttft, tpot, loading = (significant(n, 3 if rates.measured else 2) for n in numbers)
-    if model.encoder:
+    if not model.writes:
         return Speed(*(None,) * 5, loading, running, goal.prompt_tokens, goal.output_tokens, READS_ONLY)
     return Speed(
         one, prompt, together, ttft, tpot, loading, running, goal.prompt_tokens, goal.output_tokens, rates.basis

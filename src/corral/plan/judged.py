@@ -124,7 +124,7 @@ def judge(
 ) -> tuple[Judged, ...]:
     """Every one of them, for hardware whose speed is known."""
     gpu = inventory.kind
-    if gpu is None or chosen.problem or model.encoder:
+    if gpu is None or chosen.problem or not model.writes:
         return ()
     roof = roof_of(model, inventory, chosen.parallel, chosen.precision, chosen.settings, tuning.speed)
     running = max(1, chosen.speed.concurrency // chosen.parallel.data)

@@ -138,10 +138,10 @@ def predict(
     basis = "as --storage says" if goal.storage_gb_s else e.storage_basis
     read = _read_by_one_node(memory, inventory, parallel)
     load_s = significant(read / (storage * 1e9) + e.startup_s)
-    if gpu is None or model.encoder:
+    if gpu is None or not model.writes:
         unknown = (None,) * 5
         lengths = (goal.prompt_tokens, goal.output_tokens)
-        why = READS_ONLY if model.encoder else "unknown"
+        why = "unknown" if model.writes else READS_ONLY
         return Speed(*unknown, load_s, concurrency, *lengths, why, storage, basis, read)
     roof = roof_of(model, inventory, parallel, precision, settings, e)
     running = max(1, min(-(-concurrency // parallel.data), settings.max_num_seqs))

@@ -44,6 +44,7 @@ class Serve:
     port: int
     model: str
     key_file: str
+    task: str = "generate"
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,8 @@ class Order:
     base_url: str
     also_served_as: tuple[str, ...] = ()
     files: tuple[PlacedFile, ...] = ()  # that the target needs on the nodes
-    tool_args: tuple[str, ...] = ()  # that switch tool calls on
+    tool_args: tuple[str, ...] = ()  # that switch tool calls on, and say the task
+    task: str = "generate"  # what readiness is asked for
     allowed_origins: tuple[str, ...] = ()
     store_responses: bool = False
     extra_args: tuple[str, ...] = ()
@@ -215,7 +217,9 @@ def _served_names(order: Order) -> list[str]:
 
 def _rank(plan: Plan, order: Order, runtime: Runtime, linked: LinkedRank) -> RankSpec:
     files = order.folder.rank(linked.rank)
-    serve = Serve(order.host, order.ports.serve, order.served_name, str(order.folder.key)) if linked.serves else None
+    serve = None
+    if linked.serves:
+        serve = Serve(order.host, order.ports.serve, order.served_name, str(order.folder.key), order.task)
     engine = [
         *runtime.serve,
         order.model_path,
@@ -330,9 +334,7 @@ def agent_spec(spec: LaunchSpec, rank: RankSpec, folder: DeploymentFolder) -> di
         "env": rank.env,
         "unset_env": list(rank.unset_env),
         "cwd": rank.cwd,
-        "serve": {"host": serve.host, "port": serve.port, "model": serve.model, "key_file": serve.key_file}
-        if serve
-        else None,
+        "serve": to_json(serve),
         "events": str(files.events),
         "log": str(files.log),
         "load": str(files.load),

@@ -70,6 +70,7 @@ def _new_record(decision: DeployDecision, target: Target) -> deployments.Record:
         created_s=time.time(),
         created_by=own_identity(),
         words=decision.request.words,
+        task=decision.task,
     )
 
 

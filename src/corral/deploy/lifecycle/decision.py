@@ -7,6 +7,7 @@ gated repository, a model that does not fit. Nothing is installed, fetched or st
 from __future__ import annotations
 
 import contextlib
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -31,6 +32,7 @@ from corral.plan.models import catalogue
 from corral.plan.models import store as model_store
 from corral.plan.models.facts import read_facts
 from corral.plan.models.store import EMBEDDED, ModelSource
+from corral.plan.models.task import requested_task, task_arguments
 from corral.plan.places import Storage, located
 from corral.plan.settings import refuse_flags
 
@@ -96,6 +98,8 @@ class DeployDecision:
     inventory: Inventory
     engine_version: str = ""  # where it is known
     tool_arguments: tuple[str, ...] = ()  # of `vllm serve`, that switch tool calls on
+    task: str = "generate"
+    task_arguments: tuple[str, ...] = ()  # of `vllm serve`, where the task is not what vLLM takes by itself
 
     def notes(self) -> list[str]:
         """What was decided without a request; shown before anything starts."""
@@ -106,6 +110,9 @@ class DeployDecision:
             better = "; ".join(f"{near.what} ({near.change})" for near in self.plan.nearest)
             notes.append(f"warning: barely fits: {self.plan.reason}" + (f"; better: {better}" if better else ""))
         notes += [f"warning: {warning}" for warning in self.plan.warnings]
+        words = shlex.join(self.task_arguments)
+        if words:
+            notes.append(f"it is served for {self.task} ({words}); other --runner and --convert can follow `--`")
         notes += [f"tool calls are read by vLLM's parser {name}; --no-tools switches them off" for name in parser]
         if self.inventory.gpu is None and precision.weights != self.plan.model.weights:
             return [f"{self.source.name} is served in {precision.weights}: {because}", *notes]
@@ -149,8 +156,16 @@ def decide(request: DeployRequest, target: Target, preview: Preview | None = Non
         if not offline:
             model_store.check_access(source)
     target.check(plan)
-    tools = _tool_arguments(request, source, runtime)
-    return DeployDecision(request, name, source, served, flavour, plan, inventory, runtime.version, tools)
+    task = requested_task(plan.model.task, request.extra_args)
+    tools = _tool_arguments(request, source, runtime) if task == "generate" else ()
+    args = (
+        task_arguments(task, plan.model.architecture, request.extra_args)
+        if "--runner" in runtime.flags().takes_value
+        else []
+    )
+    return DeployDecision(
+        request, name, source, served, flavour, plan, inventory, runtime.version, tools, task, tuple(args)
+    )
 
 
 def _tool_arguments(request: DeployRequest, source: ModelSource, runtime: Runtime) -> tuple[str, ...]:

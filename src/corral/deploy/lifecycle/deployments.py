@@ -58,6 +58,7 @@ class Record:
     target_options: dict[str, Any] = field(default_factory=dict)  # what makes the target again: hosts, a partition, …
     kind: str = ""  # the key under which the length of its start is remembered (see `start_times`)
     words: tuple[str, ...] = ()  # the arguments of the `corral up` that made it
+    task: str = "generate"  # generate | embed | classify | rerank | transcribe
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,7 @@ class Status:
     observed: dict[str, Any] = field(default_factory=dict)
     last_state: State | None = None  # of one that is unknown: as it was last read
     last_read_s: float | None = None  # wall-clock time of that reading
+    task: str = "generate"
 
 
 @dataclass(frozen=True)
@@ -236,6 +238,7 @@ def _combine(folder: DeploymentFolder, record: Record, events: list[Event], agen
         observed={key: value for event in events if event.kind == "observed" for key, value in event.details.items()},
         last_state=State(last.get("state")) if last and state is State.UNKNOWN else None,
         last_read_s=time.time() - heartbeat_age_s(folder) if last and state is State.UNKNOWN else None,
+        task=record.task,
     )
 
 

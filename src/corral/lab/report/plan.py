@@ -167,7 +167,8 @@ def _numbers(plan: Plan, columns: int) -> Iterator[str]:
         return
     yield from _row("KV cache", f"{m.kv_cache_tokens:,} tokens{replicas}", columns)
     if s.decode_tokens_per_s is None:
-        yield from _row("speed", "unknown: nothing is known of this GPU's bandwidth", columns)
+        known = "unknown: nothing is known of this GPU's bandwidth" if plan.model.writes else s.basis
+        yield from _row("speed", known, columns)
         return
     yield from _row("one stream", f"about {about(s.decode_tokens_per_s)} tokens/s", columns)
     together = (

@@ -140,7 +140,8 @@ def status_facts(
         rows.append(("because", status.text))
     if status.remedy and (status.state in ENDED or status.state in (State.QUEUED, State.UNKNOWN)):
         rows.append(("do", status.remedy))
-    rows += [("model", status.model), ("engine", status.engine or "-"), ("target", status.target)]
+    rows += [("model", status.model), *([("task", status.task)] if status.task != "generate" else [])]
+    rows += [("engine", status.engine or "-"), ("target", status.target)]
     if job:
         rows.append(_job_row(job, status.state))
     if len(nodes) > 1 or (nodes and job):

@@ -10,6 +10,7 @@ import http.client
 import json
 import os
 import socket
+import struct
 import threading
 import time
 from typing import Any, Callable, Dict, NamedTuple, Optional, Set, Tuple
@@ -25,6 +26,33 @@ HEALTH_EVERY_S = 5.0
 COMPLETION_EVERY_S = 60.0
 EVERY_S = 300.0
 MOST_BYTES = 4 << 20  # some weeks; then the older half is dropped
+
+
+# one request of each task; the answer to it is what makes a server ready
+REQUESTS: Dict[str, Tuple[str, Json]] = {
+    "generate": ("/v1/completions", {"prompt": "Hello", "max_tokens": 1, "temperature": 0}),
+    "embed": ("/v1/embeddings", {"input": "Hello"}),
+    "classify": ("/classify", {"input": "Hello"}),
+    "rerank": ("/rerank", {"query": "Hello", "documents": ["Hello"]}),
+}
+_BOUNDARY = "corral-probe"
+
+
+def silence(seconds: float = 1.0) -> bytes:
+    """A WAV file without a sound: what a model that transcribes is asked with."""
+    data = bytes(int(seconds * 16000) * 2)
+    form = struct.pack("<IHHIIHH", 16, 1, 1, 16000, 32000, 2, 16)
+    return b"RIFF%bWAVEfmt %bdata%b%b" % (
+        struct.pack("<I", 36 + len(data)), form, struct.pack("<I", len(data)), data
+    )  # fmt: skip
+
+
+def _upload(model: str) -> bytes:
+    """The body of a form with that file."""
+    head = '--%s\r\nContent-Disposition: form-data; name="model"\r\n\r\n%s\r\n' % (_BOUNDARY, model)
+    head += '--%s\r\nContent-Disposition: form-data; name="file"; filename="a.wav"\r\n' % _BOUNDARY
+    head += "Content-Type: audio/wav\r\n\r\n"
+    return head.encode() + silence() + ("\r\n--%s--\r\n" % _BOUNDARY).encode()
 
 
 class LoadLog:
@@ -66,6 +94,7 @@ class Server:
         everywhere = serve["host"] in ("0.0.0.0", "::", "")  # noqa: S104
         self.host = "127.0.0.1" if everywhere else serve["host"]
         self.port, self.model, self.key_file = serve["port"], serve["model"], serve["key_file"]
+        self.task = serve.get("task", "generate")
         self.page = b""  # the metrics, as last read
         self.requests = 0  # completions that the agent itself asked for
         self.users: Optional[Set[int]] = None  # who may own the server's socket, once it is known to be the engine's
@@ -75,14 +104,16 @@ class Server:
     ) -> Tuple[int, str]:
         connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout_s)
         try:
-            headers = {"Content-Type": "application/json"}
+            kind = "multipart/form-data; boundary=" + _BOUNDARY if isinstance(body, bytes) else "application/json"
+            headers = {"Content-Type": kind}
             connection.connect()
             if key:
                 if self.users is not None and peer_users(connection.sock) - self.users:
                     raise OSError("another user took port %d" % self.port)
                 with open(self.key_file) as file:
                     headers["Authorization"] = "Bearer " + file.read().strip()
-            connection.request(method, path, None if body is None else json.dumps(body), headers)
+            data = body if body is None or isinstance(body, bytes) else json.dumps(body)
+            connection.request(method, path, data, headers)
             response = connection.getresponse()
             return response.status, response.read().decode("utf-8", "replace")
         finally:
@@ -95,10 +126,13 @@ class Server:
             return False
         return True
 
-    def complete(self, timeout_s: float) -> Tuple[int, str]:
-        body = {"model": self.model, "prompt": "Hello", "max_tokens": 1, "temperature": 0}
+    def ask(self, timeout_s: float) -> Tuple[int, str]:
+        """One small request of the model's task."""
         self.requests += 1
-        return self.call("POST", "/v1/completions", body, timeout_s=timeout_s)
+        if self.task == "transcribe":
+            return self.call("POST", "/v1/audio/transcriptions", _upload(self.model), timeout_s=timeout_s)
+        path, body = REQUESTS.get(self.task, REQUESTS["generate"])
+        return self.call("POST", path, dict(body, model=self.model), timeout_s=timeout_s)
 
     def counters(self) -> Tuple[float, float]:
         """(requests running or waiting, a sum that moves while they do) from the engine's own metrics.
@@ -193,7 +227,7 @@ class Probe(threading.Thread):
             self.fault = Fault(Reason.NOT_GUARDED, "the server answers without a key")
             return
         began = time.monotonic()
-        status, text = self.server.complete(timeout_s=self.hung_s)
+        status, text = self.server.ask(timeout_s=self.hung_s)
         if status == 200:
             self._moved, self._tokens, self._asked = time.monotonic(), -1.0, time.monotonic()
             self.ready = {"first_completion_s": round(time.monotonic() - began, 3)}
@@ -201,7 +235,9 @@ class Probe(threading.Thread):
         self.refusals += 1
         if status < 500 or self.refusals >= 20:
             self.fault = Fault(
-                Reason.ENGINE_EXITED, "the first completion was answered %d: %s" % (status, text[:300]), True
+                Reason.ENGINE_EXITED,
+                "the first request (%s) was answered %d: %s" % (self.server.task, status, text[:300]),
+                True,
             )
 
     def _watch(self) -> None:
@@ -220,19 +256,24 @@ class Probe(threading.Thread):
             status, text = self._ask()
             self.refusals = self.refusals + 1 if status >= 500 else 0
             if self.refusals >= 3:
-                self.fault = Fault(Reason.ENGINE_EXITED, "completions are answered %d: %s" % (status, text[:300]))
+                self.fault = Fault(
+                    Reason.ENGINE_EXITED, "requests (%s) are answered %d: %s" % (self.server.task, status, text[:300])
+                )
         elif not busy:
             self._moved = now
 
     def _ask(self) -> Tuple[int, str]:
         """Ask an idle engine for one token; silence is a fault, unless a long prompt came just before."""
         try:
-            return self.server.complete(timeout_s=self.answer_s)
+            return self.server.ask(timeout_s=self.answer_s)
         except socket.timeout:
             busy, tokens = self.server.counters()
             if busy > 1 or tokens != self._tokens:
                 self._moved = time.monotonic()
                 return 200, ""
-            text = "an idle engine did not answer a completion of one token within %d s" % self.answer_s
+            text = "an idle engine did not answer one small request (%s) within %d s" % (
+                self.server.task,
+                self.answer_s,
+            )
             self.fault = Fault(Reason.ENGINE_HUNG, text)
             raise

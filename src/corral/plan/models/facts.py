@@ -28,6 +28,7 @@ from corral.plan.models.architecture import (
 from corral.plan.models.fields import parse_config, uncounted
 from corral.plan.models.layers import Cache, Parts
 from corral.plan.models.quantisation import MODELOPT_FILE, of_modelopt_file
+from corral.plan.models.task import task_of
 from corral.plan.models.weights import Tensor, by_dtype, by_part, folder_tensors, is_loaded, numbers_of
 
 
@@ -70,6 +71,7 @@ class ModelFacts:
     block: int = 0  # rows and columns of a quantised matrix that share a scale
     drafting_parameters: int = 0  # of layers that vLLM loads for speculation only; not among `parameters`
     encoder: bool = False  # reads a text at once; has no KV cache
+    task: str = "generate"  # what it is served for: generate | embed | classify | rerank | transcribe
 
     def __post_init__(self) -> None:
         """Facts that an older Corral wrote lack the caches: what they say of heads and windows is all there was."""
@@ -94,6 +96,11 @@ class ModelFacts:
     def state_bytes(self) -> int:
         """What linear attention and Mamba layers keep of a sequence, however long it is."""
         return sum(one.layers * one.state_bytes for one in self.caches)
+
+    @property
+    def writes(self) -> bool:
+        """Whether it answers in tokens of its own, one after another."""
+        return self.task in ("generate", "transcribe") and not self.encoder
 
     @property
     def latent(self) -> bool:
@@ -154,6 +161,7 @@ def facts_from_config(
         block=quant.block,
         drafting_parameters=drafting_parameters(shape),
         encoder=shape.encoder,
+        task=task_of(config, shape.architecture, name),
     )
 
 
@@ -192,7 +200,8 @@ def _scaled(parts: Parts, total: int) -> Parts:
 def facts_from_entry(entry: catalogue.Entry) -> ModelFacts:
     """Facts of a catalogue model, computed."""
     facts = facts_from_config(entry.config, entry.name, entry.repo, "catalogue")
-    return replace(facts, gated=entry.gated, notes=(*facts.notes, *([entry.note] if entry.note else [])))
+    task = facts.task if entry.task == "generate" else entry.task
+    return replace(facts, gated=entry.gated, task=task, notes=(*facts.notes, *([entry.note] if entry.note else [])))
 
 
 def _modelopt(file: Path) -> dict[str, Any]:
@@ -218,6 +227,8 @@ def facts_from_folder(path: Path, name: str = "", weights_bytes: int = 0) -> Mod
         config = {**config, "quantization_config": quant}
     tensors = folder_tensors(path)
     facts = facts_from_config(config, name or path.resolve().name, str(path), "folder", tensors, weights_bytes)
+    if facts.task == "generate" and (path / "modules.json").is_file():  # of Sentence Transformers
+        facts = replace(facts, task="embed")
     if tensors:
         return facts
     note = f"{path} holds no safetensors: sizes are computed from its config"
