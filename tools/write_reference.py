@@ -27,7 +27,7 @@ PAGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "fleets": ("Fleets", ("scale", "fleet", "service")),
     "addresses": ("Addresses", ("gateway", "proxy", "renew", "tunnel")),
     "using": ("Using a model", ("complete", "chat", "top", "console")),
-    "scoring": ("Scoring", ("score",)),
+    "scoring": ("Scoring, embedding, ranking", ("score", "embed", "rerank")),
     "batch": ("Batches", ("batch",)),
     "bench": ("Measuring", ("bench",)),
     "tune": ("Tuning and simulating", ("tune", "simulate")),

@@ -127,7 +127,7 @@ def test_all_problems_are_told_by_line_not_only_the_first(tmp_path: Path) -> Non
     good = json.dumps({"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}})
     lines = [
         good, "{bad", "", good, good.replace('"a"', '"b"').replace("POST", "GET"),
-        good.replace('"a"', '"c"').replace("/v1/completions", "/v1/embeddings"),
+        good.replace('"a"', '"c"').replace("/v1/completions", "/v1/files"),
         good.replace('"a"', '"d"').replace('"prompt": "x"', '"prompt": "x", "temperature": -1'),
         good.replace("custom_id", "costum_id"), '["not an object"]',
         good.replace('"a"', '"e"').replace('"prompt": "x"', '"prompt": "x", "stream": true'),

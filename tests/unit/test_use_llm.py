@@ -36,6 +36,21 @@ def llm(server: FakeServer) -> Iterator[LLM]:
     server.set_faults()
 
 
+def test_vectors_and_rankings_keep_the_order_of_what_was_asked(llm: LLM) -> None:
+    texts = [f"text {n}" for n in range(600)]  # several requests
+    rows = llm.embed(texts)
+    assert len(rows) == 600
+    assert rows[417] == llm.embed("text 417")[0]
+    assert len(llm.embed(["a"], dimensions=4)[0]) == 4
+    documents = ["cheese is made of milk", "Paris is the capital of France", "rain"]
+    ranked = llm.rerank("the capital of France", documents, top_n=2)
+    assert (ranked[0].index, ranked[0].document) == (1, documents[1])
+    assert len(ranked) == 2
+    assert ranked[0].score > ranked[1].score
+    with pytest.raises(PromptTooLongError):
+        llm.embed(["word " * 2000])
+
+
 def test_the_public_surface() -> None:
     assert corral.__all__ == [
         "LLM", "AsyncLLM", "CorralError", "Endpoint", "Piece", "Reply", "RequestError", "Score", "ScoreOptions",

@@ -52,6 +52,8 @@ VERBS: dict[str, tuple[str, str]] = {
     "env": ("corral.cli.env:command", "Address and key as environment variables, for `eval`."),
     "slurm": ("corral.cli.slurm:command", "What a SLURM cluster has; the script of a deployment."),
     "batch": ("corral.cli.batch:command", "Run a file of prompts through a model; nothing is lost."),
+    "embed": ("corral.cli.embed:embed", "Vectors of a file's texts; resumable, also as Parquet."),
+    "rerank": ("corral.cli.embed:rerank", "Documents of a file's rows ranked by a query; resumable."),
     "profile": ("corral.cli.profile:command", "Places to run, by name: init, list, show, check, trust."),
     "pull": ("corral.cli.pull:command", "Bring a model's files to this machine, or onto nodes; resumable."),
     "models": ("corral.cli.models:command", "Models by name: on disk, gated, and which fit this machine."),

@@ -52,7 +52,7 @@ def _recipe_options(function: Any) -> Any:
     return function
 
 
-def _run_options(function: Any) -> Any:
+def run_options(function: Any) -> Any:
     options = [
         click.option("--order", "row_order", default="input", show_default=True,
                      help="input, longest-first, or prefix-first (equal beginnings together)."),
@@ -82,20 +82,45 @@ def _run_options(function: Any) -> Any:
     return function
 
 
+def server_options(function: Any) -> Any:
+    """Which servers do the rows, or which model is started for them."""
+    options = [
+        click.option(
+            "--deployment", "-d", "deployments", multiple=True, metavar="NAME", help="Deployment to use; repeatable."
+        ),
+        click.option("--url", "urls", multiple=True, help="Use the server at this address; repeatable."),
+        click.option("--key-file", help="File (mode 0600) with the key for --url."),
+        click.option("--start", "model", metavar="MODEL", help="Start this model, run, stop it."),
+        click.option("--model", "named_model", hidden=True),  # what --start was called
+        click.option("--context", type=TokenCount(), help="With --start: longest request in tokens, 32768 or 32k."),
+        click.option("--set", "fixed", multiple=True, metavar="KEY=VALUE",
+                     help="With --start: fix a field of the plan."),
+        click.option("--on", metavar="PROFILE", help="With --start: where to run it (`corral profile list`)."),
+        target_options,
+    ]  # fmt: skip
+    for option in reversed(options):
+        function = option(function)
+    return function
+
+
+def output_options(function: Any) -> Any:
+    """What becomes of the results."""
+    options = [
+        click.option("--ordered", is_flag=True, help="Results in the order of the input, written at the end."),
+        click.option("--skip-bad", is_flag=True, help="Send bad rows to the error file and do the others."),
+        click.option("--retry-failed", is_flag=True, help="Try rows of the error file again."),
+        click.option("--force", is_flag=True,
+                     help="Accept another input, model or other settings than at the start."),
+    ]  # fmt: skip
+    for option in reversed(options):
+        function = option(function)
+    return function
+
+
 @command.command("run", cls=GroupedCommand, context_settings=HELP)
 @click.argument("input")
 @click.option("-o", "--output", required=True, help="Results: .jsonl, .csv, .parquet, also .gz or .zst.")
-@click.option(
-    "--deployment", "-d", "deployments", multiple=True, metavar="NAME", help="Deployment to use; repeatable."
-)
-@click.option("--url", "urls", multiple=True, help="Use the server at this address; repeatable.")
-@click.option("--key-file", help="File (mode 0600) with the key for --url.")
-@click.option("--start", "model", metavar="MODEL", help="Start this model, run, stop it.")
-@click.option("--model", "named_model", hidden=True)  # what --start was called
-@click.option("--context", type=TokenCount(), help="With --start: longest request in tokens, 32768 or 32k.")
-@click.option("--set", "fixed", multiple=True, metavar="KEY=VALUE", help="With --start: fix a field of the plan.")
-@click.option("--on", metavar="PROFILE", help="With --start: where to run it (`corral profile list`).")
-@target_options
+@server_options
 @click.option("--engine", type=click.Choice(["http", "ray-data"]), default="http", show_default=True,
               help="ray-data: on an existing Ray cluster, with --start a path or a Hugging Face id.")  # fmt: skip
 @click.option(
@@ -107,11 +132,8 @@ def _run_options(function: Any) -> Any:
 @click.option("--format", "shape", type=click.Choice(["openai", "columns"]),
               help="Shape of results (default: as the input).")  # fmt: skip
 @click.option("--answer-column", default="response", show_default=True, help="Column of the answer.")
-@click.option("--ordered", is_flag=True, help="Results in the order of the input, written at the end.")
-@click.option("--skip-bad", is_flag=True, help="Send bad rows to the error file and do the others.")
-@click.option("--retry-failed", is_flag=True, help="Try rows of the error file again.")
-@click.option("--force", is_flag=True, help="Accept another input, model or other settings than at the start.")
-@_run_options
+@output_options
+@run_options
 def run(**options: Any) -> int:
     """Give every row of INPUT (- is standard input) one result line in OUTPUT.
 
@@ -119,13 +141,18 @@ def run(**options: Any) -> int:
     or the settings changed; 9 the server stayed away; 10 the input is bad or the disk is full; 130 interrupted. After
     all but 0 and 1, the same command continues.
     """
+    return run_rows(options, _recipe(options))
+
+
+def run_rows(options: dict[str, Any], recipe: Any) -> int:
+    """Do the rows of a file as a recipe says."""
     from corral.use.batch.spec import BatchServers, BatchSpec, ModelToStart
 
     options["model"] = options["model"] or options["named_model"]
     spec = BatchSpec(
         input=options["input"],
         output=options["output"],
-        recipe=_recipe(options),
+        recipe=recipe,
         input_format=options["input_format"],
         shape=options["shape"],
         answer=options["answer_column"],
@@ -152,7 +179,7 @@ def run(**options: Any) -> int:
 @command.command("resume", context_settings=HELP)
 @click.argument("output")
 @click.option("--retry-failed", is_flag=True, help="Try rows of the error file again.")
-@_run_options
+@run_options
 def resume(output: str, retry_failed: bool, **options: Any) -> int:
     """Continue the batch that writes OUTPUT, with the settings it was begun with."""
     from corral.use.batch.batch import saved_spec
@@ -319,7 +346,7 @@ def _submit(spec: Any, servers: Any, options: dict[str, Any]) -> int:
 @command.command("in-job", context_settings=HELP, hidden=True)
 @click.argument("output")
 @click.option("--deployment", required=True)
-@_run_options
+@run_options
 def in_job(output: str, deployment: str, **options: Any) -> int:
     """Run a batch beside a model in a job of a scheduler; queued by `corral batch`."""
     import os

@@ -12,11 +12,13 @@ was due). Requests that failed on demand say so in `fault`; those whose client l
 from __future__ import annotations
 
 import asyncio
+import base64
 import hmac
 import json
 import re
 import traceback
 import zlib
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -97,6 +99,11 @@ class App:
             b"/metrics": self._metrics_page,
             b"/tokenize": self._tokenize,
             b"/detokenize": self._detokenize,
+            b"/v1/embeddings": self._embeddings,
+            b"/v1/rerank": self._rerank,
+            b"/rerank": self._rerank,
+            b"/v1/score": self._score,
+            b"/score": self._score,
             b"/tokenizer_info": lambda to, _: self._json(to, {"bos_token": words.FIRST, "eos_token": None}),
         }
 
@@ -114,7 +121,8 @@ class App:
                 self._expect(method, b"POST")
                 self._complete(to, path == b"/v1/chat/completions", request, arrival)
             elif path in self._pages:
-                self._expect(method, b"POST" if path.endswith(b"tokenize") else b"GET")
+                posted = path.endswith((b"tokenize", b"embeddings", b"rerank", b"score"))
+                self._expect(method, b"POST" if posted else b"GET")
                 self._pages[path](to, body)
             elif path.startswith(b"/control/") and self.options.control:
                 self._control(to, method, path, body)
@@ -277,6 +285,57 @@ class App:
         except (KeyError, TypeError, ValueError) as error:
             raise FakeRefusedError(400, f"tokens: {error}", "Bad Request", "body.tokens") from None
         self._json(to, {"prompt": text})
+
+    def _texts(self, value: Any, name: str) -> list[str]:
+        """The texts of a field, each within the context; they count as prompts."""
+        texts = [value] if isinstance(value, str) else value
+        if not isinstance(texts, list) or not texts or not all(isinstance(one, str) for one in texts):
+            raise FakeRefusedError(400, f"{name}: a text or a list of texts is needed", "Bad Request", f"body.{name}")
+        for text in texts:
+            count = len(words.encode(text.encode("utf-8", "replace")))
+            if count > self.options.max_model_len:
+                message = f"This model's maximum context length is {self.options.max_model_len} tokens, not {count}."
+                raise FakeRefusedError(400, message, "BadRequestError", name)
+            self.metrics.prompt_tokens += count
+        self.requests += 1
+        return texts
+
+    def _pooled(self, to: FakeConnection, texts: list[str], **fields: Any) -> None:
+        tokens = sum(len(words.encode(text.encode("utf-8", "replace"))) for text in texts)
+        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+        o = self.options
+        self._json(to, {"id": "pool-fake", "created": o.created, "model": o.model, **fields, "usage": usage})
+
+    def _embeddings(self, to: FakeConnection, raw: bytes) -> None:
+        body = self._body(raw)
+        self._check_model(body)
+        texts = self._texts(body.get("input"), "input")
+        rows = [words.vector(text, int(body.get("dimensions") or words.DIMENSIONS)) for text in texts]
+        data: list[Any] = rows
+        if body.get("encoding_format") == "base64":  # what OpenAI's SDK asks for
+            data = [base64.b64encode(array("f", row).tobytes()).decode() for row in rows]
+        listed = [{"index": i, "object": "embedding", "embedding": one} for i, one in enumerate(data)]
+        self._pooled(to, texts, object="list", data=listed)
+
+    def _rerank(self, to: FakeConnection, raw: bytes) -> None:
+        body = self._body(raw)
+        self._check_model(body)
+        query, documents = self._texts(body.get("query"), "query"), self._texts(body.get("documents"), "documents")
+        scores = sorted(((words.nearness(query[0], one), -i) for i, one in enumerate(documents)), reverse=True)
+        results = [
+            {"index": -i, "document": {"text": documents[-i]}, "relevance_score": score}
+            for score, i in scores[: body.get("top_n") or None]
+        ]
+        self._pooled(to, [*query, *documents], results=results)
+
+    def _score(self, to: FakeConnection, raw: bytes) -> None:
+        body = self._body(raw)
+        self._check_model(body)
+        one = self._texts(body.get("queries", body.get("text_1")), "queries")
+        other = self._texts(body.get("documents", body.get("text_2")), "documents")
+        pairs = zip(one * len(other) if len(one) == 1 else one, other, strict=False)
+        data = [{"index": i, "object": "score", "score": words.nearness(*pair)} for i, pair in enumerate(pairs)]
+        self._pooled(to, [*one, *other], object="list", data=data)
 
     def _control(self, to: FakeConnection, method: bytes, path: bytes, raw: bytes) -> None:
         what = unquote(path.decode("latin-1")).removeprefix("/control/")

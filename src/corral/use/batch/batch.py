@@ -25,7 +25,7 @@ from typing import Any, Protocol
 from corral.base.errors import CorralError, DataError, UsageError
 from corral.base.record import to_json
 from corral.base.wording import counted
-from corral.client.client import CHAT
+from corral.client.client import COMPLETIONS
 from corral.client.sampling import request_fields
 from corral.deploy.deployment.events import append_event
 from corral.deploy.deployment.folder import DeploymentFolder
@@ -236,7 +236,7 @@ def _note_short_answers(batch: PreparedBatch, journal: BatchJournal) -> None:
         return
     with contextlib.suppress(CorralError), contextlib.closing(RowReader(batch.table)) as reader:
         parsed = batch.record.recipe.read(reader.raw(first), batch.table.lines[first])
-        if parsed.path != CHAT and not parsed.body.get("max_tokens"):
+        if parsed.path == COMPLETIONS and not parsed.body.get("max_tokens"):
             journal.note("note", "answers end after 16 tokens, vLLM's default: the requests name no max_tokens")
 
 

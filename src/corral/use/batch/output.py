@@ -22,7 +22,10 @@ import msgspec
 
 from corral.base.errors import CorralError, DataError, UsageError
 from corral.base.files import create_private
+from corral.client.client import CHAT, COMPLETIONS
 from corral.client.errors import error_body
+from corral.client.pool import Page
+from corral.client.pooling import EMBEDDINGS, RERANK, checked_body, prompt_tokens, ranking, vectors
 from corral.client.reply import Reply
 from corral.use.batch.core.folder import COMPRESSIONS, BatchFolder, sync_dir
 from corral.use.batch.core.ledger import Ledger
@@ -76,11 +79,31 @@ class BatchWork:
 
     def first_step(self, number: int, raw: bytes) -> RowStep:
         parsed = self._recipe.read(raw, self._table.lines[number], self._models)
-        return RowStep([RowRequest(parsed.path, parsed.body)], parsed)
+        page = parsed.path not in (CHAT, COMPLETIONS)
+        return RowStep([RowRequest(parsed.path, parsed.body, page=page)], parsed)
 
-    def result(self, number: int, context: Any, replies: Sequence[Reply]) -> bytes:
+    def result(self, number: int, context: Any, replies: Sequence[Reply | Page]) -> bytes:
         reply = replies[0]
+        if isinstance(reply, Page):
+            return self._page(context, reply)
         return self._columns(context, reply) if self._shape == "columns" else self._openai(context.id, reply)
+
+    def _page(self, context: Any, page: Page) -> bytes:
+        """The line of an answer that is no completion."""
+        if self._shape != "columns":
+            return self._whole(context.id, page.status, "", checked_body(page))
+        row = self._own_columns(context)
+        if context.path == EMBEDDINGS:
+            texts = context.body["input"]
+            found = vectors(page, len(texts) if isinstance(texts, list) else 1)
+            row[self._answer] = found if isinstance(texts, list) else found[0]
+        elif context.path == RERANK:
+            found_rows = ranking(page, context.body["documents"])
+            row[self._answer] = [{"index": one.index, "score": one.score} for one in found_rows]
+        else:
+            row[self._answer] = page.json()
+        row["prompt_tokens"] = prompt_tokens(page)
+        return _encode(row) + b"\n"
 
     def failure(self, number: int, raw: bytes, error: CorralError) -> bytes:
         line = self._table.lines[number]
@@ -97,17 +120,24 @@ class BatchWork:
         return _error_line(identity, line, code, error.message, response)
 
     def _openai(self, identity: str, reply: Reply) -> bytes:
-        body = reply.raw
+        return self._whole(identity, reply.status, reply.id, reply.raw)
+
+    def _whole(self, identity: str, status: int, request_id: str, body: bytes) -> bytes:
         if b"\n" in body:
             body = _encode(msgspec.json.decode(body))
         name, custom = hash64(identity.encode()), _encode(identity)
-        head = b'{"id":"batch_req_%016x","custom_id":%b,"response":{"status_code":%d,' % (name, custom, reply.status)
-        return head + b'"request_id":%b,"body":%b},"error":null}\n' % (_encode(reply.id), body)
+        head = b'{"id":"batch_req_%016x","custom_id":%b,"response":{"status_code":%d,' % (name, custom, status)
+        return head + b'"request_id":%b,"body":%b},"error":null}\n' % (_encode(request_id), body)
 
-    def _columns(self, context: Any, reply: Reply) -> bytes:
+    def _own_columns(self, context: Any) -> dict[str, Any]:
+        """The columns of the input, with an id where they have none."""
         row = dict(context.row)
         if self._recipe.id_column is None and "id" not in row and "custom_id" not in row:
             row = {"id": context.id, **row}
+        return row
+
+    def _columns(self, context: Any, reply: Reply) -> bytes:
+        row = self._own_columns(context)
         many = len(reply.choices) > 1
         row[self._answer] = reply.texts if many else reply.text
         row["finish_reason"] = [c.finish_reason for c in reply.choices] if many else reply.finish_reason
@@ -231,18 +261,28 @@ def _write_parquet(lines: Callable[[], Iterator[bytes]], path: Path, _: str) -> 
     return count
 
 
+class Vector:
+    """A list of numbers that 32 bits hold exactly, as embeddings are."""
+
+
+def _kind_of(value: Any) -> type:
+    if isinstance(value, list) and value and all(isinstance(one, float) for one in value):
+        return Vector if array("f", value).tolist() == value else list
+    return type(value)
+
+
 def _cell(value: Any, text: bool) -> Any:
     return _encode(value).decode() if text and value is not None and not isinstance(value, str) else value
 
 
 def _schema(arrow: Any, names: list[str], lines: Callable[[], Iterator[bytes]]) -> Any:
-    """Columns of one simple type keep it; all others become text, JSON where they are not text already."""
+    """Columns of one simple type keep it, vectors too; all others become text, JSON where they are not text."""
     kinds: dict[str, set[type]] = {name: set() for name in names}
     for line in lines():
         for name, value in msgspec.json.decode(line).items():
             if value is not None:
-                kinds[name].add(type(value))
-    simple = {bool: arrow.bool_(), int: arrow.int64(), float: arrow.float64()}
+                kinds[name].add(_kind_of(value))
+    simple = {bool: arrow.bool_(), int: arrow.int64(), float: arrow.float64(), Vector: arrow.list_(arrow.float32())}
 
     def of(found: set[type]) -> Any:
         if found == {int, float}:

@@ -22,7 +22,7 @@ import msgspec
 from corral.base.errors import CorralError, EngineError, UsageError
 from corral.base.lock import heartbeat
 from corral.base.processes import terminated_as_interrupted
-from corral.client.client import CHAT
+from corral.client.client import CHAT, COMPLETIONS
 from corral.client.reply import Choice, Reply, Timing, Usage
 from corral.use.batch.core.folder import PartFolder
 from corral.use.batch.core.ledger import LedgerEntry
@@ -243,6 +243,8 @@ class _EngineRun:
 def _params(parsed: Parsed) -> dict[str, Any]:
     """The body's sampling parameters as vLLM's engine names them."""
     body = parsed.body
+    if parsed.path not in (CHAT, COMPLETIONS):
+        raise UsageError(f"Ray Data does not answer {parsed.path}.", "Use --engine http.")
     params = {name: value for name, value in body.items() if name not in _NOT_PARAMS and value is not None}
     if params.get("n", 1) != 1 or body.get("tools") or params.get("logprobs") or params.get("prompt_logprobs"):
         raise UsageError("Ray Data gives one plain answer per row: no n, tools or logprobs.", "Use --engine http.")

@@ -7,6 +7,7 @@ with its remedy; unknown parameters and values out of range are refused before a
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
@@ -14,10 +15,12 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, Unpack, 
 
 from corral.base.errors import EngineError, UsageError
 from corral.client import metrics as engine_metrics
+from corral.client import pooling
 from corral.client.client import CHAT, COMPLETIONS, Client, wait
 from corral.client.endpoint import Endpoint
 from corral.client.errors import RequestError, error_from_status
 from corral.client.fanout import CONCURRENCY, RETRIES, fan_out
+from corral.client.pooling import RankedDocument
 from corral.client.reply import Piece, Reply, Token
 from corral.client.sampling import Sampling, request_fields, with_length
 from corral.use.llm import token_bytes
@@ -28,6 +31,7 @@ from corral.use.score.score import Scores, score_rows
 if TYPE_CHECKING:
     import openai
 
+_EMBEDDED_AT_ONCE = 256  # texts of one request
 P = ParamSpec("P")
 T = TypeVar("T")
 Messages = Sequence[Mapping[str, Any]]
@@ -155,6 +159,20 @@ class AsyncLLM:
         chosen = options or ScoreOptions(**settings)
         return await score_rows(self._client, rows, chosen)
 
+    async def embed(self, texts: str | Sequence[str], *, dimensions: int | None = None) -> list[list[float]]:
+        """The vectors of texts, in their order."""
+        wanted = [texts] if isinstance(texts, str) else list(texts)
+        parts = [wanted[at : at + _EMBEDDED_AT_ONCE] for at in range(0, len(wanted), _EMBEDDED_AT_ONCE)]
+        pages = await asyncio.gather(
+            *(self._client.post(pooling.EMBEDDINGS, pooling.embed_body(part, dimensions)) for part in parts)
+        )
+        return [row for part, page in zip(parts, pages, strict=True) for row in pooling.vectors(page, len(part))]
+
+    async def rerank(self, query: str, documents: Sequence[str], *, top_n: int | None = None) -> list[RankedDocument]:
+        """The documents by how well they answer the query, the best first."""
+        body = {"query": query, "documents": list(documents), **({"top_n": top_n} if top_n else {})}
+        return pooling.ranking(await self._client.post(pooling.RERANK, body), documents)
+
     async def explain(self, prompt: Prompt, **sampling: Unpack[Sampling]) -> TokenView:
         """Complete, and show each token's probability and alternatives: right for pieces of characters, too."""
         views, _ = await self.explained(prompt, **sampling)
@@ -238,6 +256,8 @@ class LLM:
     replies = _waiting(AsyncLLM.replies)
     score = _waiting(AsyncLLM.score)
     explain = _waiting(AsyncLLM.explain)
+    embed = _waiting(AsyncLLM.embed)
+    rerank = _waiting(AsyncLLM.rerank)
     tokenize = _waiting(AsyncLLM.tokenize)
     metrics = _waiting(AsyncLLM.metrics)
 

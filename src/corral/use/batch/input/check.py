@@ -221,6 +221,8 @@ def scan(
 
 def _may_be_long(parsed: Parsed, context: int) -> bool:
     """A token is at least a byte: only prompts with more bytes than the context has tokens need counting."""
+    if not {"prompt", "messages"} & parsed.body.keys():
+        return False  # what is embedded or ranked is cut or refused by the server, each row for itself
     return len(_prompt(parsed.body)) + _ADDED_TOKENS + max_answer_tokens(parsed.body) > context
 
 
@@ -242,7 +244,7 @@ def _bodies(table: Table, recipe: Recipe) -> Iterator[dict[str, Any]]:
 
 def _prompt(body: dict[str, Any]) -> bytes:
     text = body.get("prompt")
-    return text.encode() if isinstance(text, str) else msgspec.json.encode(body.get("messages") or text)
+    return text.encode() if isinstance(text, str) else msgspec.json.encode(body.get("messages") or text or body)
 
 
 def _weight(body: dict[str, Any]) -> int:

@@ -19,12 +19,13 @@ import msgspec
 from corral.base.errors import DataError, UsageError
 from corral.base.record import nearest
 from corral.client.client import CHAT, COMPLETIONS
+from corral.client.pooling import EMBEDDINGS, NEEDED, RERANK, SCORE, embed_body
 from corral.client.sampling import FIELDS, body_fields, check_fields, parse_cell, with_length
 from corral.use.batch.input.rows import decode_row
 
 OPENAI, PLAIN, AUTO = "openai", "plain", "auto"
 _OPENAI_KEYS = ("custom_id", "method", "url", "body")
-_PATHS = (CHAT, COMPLETIONS)
+_PATHS = (CHAT, COMPLETIONS, *NEEDED)
 _HOLE = re.compile(r"\{\{\s*([^{}]+?)\s*\}\}")
 _ID_COLUMNS = ("custom_id", "id")
 
@@ -63,6 +64,11 @@ class Recipe:
     any_model: bool = False
     text_cells: bool = False  # CSV: every value is text
     only_path: str | None = None  # the one url that rows may name
+    task: str = ""  # embed | rerank: what plain rows are for, where it is not to write
+    query: str | None = None  # rerank: that of all rows; None: the column `query`
+    documents_column: str | None = None  # rerank (default: documents)
+    dimensions: int | None = None  # embed: of a vector
+    top_n: int | None = None  # rerank: only so many of the best
 
     def __post_init__(self) -> None:
         body_fields(self.params, chat=True)  # refuses bad values; whether it is a chat depends on the rows
@@ -114,11 +120,13 @@ class Recipe:
         if row.get("method", "POST") != "POST":
             raise DataError(f"has the method {row['method']!r}; only POST is supported")
         if path not in _PATHS:
-            raise DataError(f"has the url {path!r}; it must be {' or '.join(_PATHS)}")
+            raise DataError(f"has the url {path!r}; it must be one of {', '.join(_PATHS)}")
         if self.only_path is not None and path != self.only_path:
             raise DataError(f"has the url {path!r}; the batch is for {self.only_path}")
         if not isinstance(body, dict):
             raise DataError("lacks 'body' (an object)")
+        if path in NEEDED:
+            return self._other(identity, path, dict(body), row, models)
         whole = {**body_fields(self.params, path == CHAT), **body} if self.params else dict(body)
         check_fields(whole, path == CHAT)
         if whole.get("stream"):
@@ -127,6 +135,25 @@ class Recipe:
             _check_messages(whole.get("messages"))
         elif not isinstance(whole.get("prompt"), (str, list)) or not whole["prompt"]:
             raise DataError("lacks 'prompt' in its body")
+        self._check_model(whole, models)
+        return Parsed(identity, path, whole, row)
+
+    def _other(
+        self, identity: str, path: str, body: dict[str, Any], row: dict[str, Any], models: tuple[str, ...]
+    ) -> Parsed:
+        """A request whose answer is no completion: the server checks the rest."""
+        lacks = [name for name in NEEDED[path] if not body.get(name)]
+        pairs = ({"queries", "documents"}, {"queries", "items"}, {"text_1", "text_2"}, {"data_1", "data_2"})
+        if path == SCORE and not any(pair <= body.keys() for pair in pairs):
+            lacks = ["queries", "documents"]
+        if lacks:
+            raise DataError(f"lacks {' and '.join(map(repr, lacks))} in its body")
+        if body.get("stream"):
+            raise DataError("asks for a stream; batches do not stream")
+        self._check_model(body, models)
+        return Parsed(identity, path, body, row)
+
+    def _check_model(self, whole: dict[str, Any], models: tuple[str, ...]) -> None:
         model = whole.get("model")
         if model is not None and models and model not in models:
             if not self.any_model:
@@ -134,9 +161,27 @@ class Recipe:
                     f"asks for the model {model!r}; the server has {', '.join(models)} (--any-model uses that)"
                 )
             del whole["model"]
-        return Parsed(identity, path, whole, row)
+
+    def _ranked(self, row: dict[str, Any], line: int) -> Parsed:
+        query = self.query if self.query is not None else row.get("query")
+        name = self.documents_column or "documents"
+        documents = row.get(name)
+        if self.text_cells and isinstance(documents, str):
+            documents = parse_cell("documents", documents)
+        if not isinstance(query, str) or not query:
+            raise DataError("lacks 'query' (text)")
+        if not isinstance(documents, list) or not documents or not all(isinstance(one, str) for one in documents):
+            raise DataError(f"lacks {name!r} (a list of texts)")
+        body: dict[str, Any] = {"query": query, "documents": documents}
+        if self.top_n is not None:
+            body["top_n"] = self.top_n
+        return Parsed(self._id(row, line), RERANK, body, row)
 
     def _plain(self, row: dict[str, Any], line: int) -> Parsed:
+        if self.task == "rerank":
+            return self._ranked(row, line)
+        if self.task == "embed":
+            return Parsed(self._id(row, line), EMBEDDINGS, embed_body(self._prompt(row), self.dimensions), row)
         messages = None if self.template or self.prompt_column else row.get("messages")
         if messages is not None:
             if self.text_cells and isinstance(messages, str):
@@ -165,13 +210,14 @@ class Recipe:
     def _prompt(self, row: Mapping[str, Any]) -> str:
         if self.template is not None:
             return _HOLE.sub(lambda hole: self._cell(row, hole[1]), self.template)
-        name = self.prompt_column or "prompt"
+        plain = "text" if self.task == "embed" and "prompt" not in row else "prompt"
+        name = self.prompt_column or plain
         if name not in row:
             near = nearest(name, list(row), 1)
             hint = f" (it has: {', '.join(list(row)[:8])}; --prompt-column says which is the prompt)" if row else ""
             if near:
                 hint = f" (did you mean {near[0]!r}? --prompt-column {near[0]})"
-            wanted = "'prompt' or 'messages'" if self.prompt_column is None else repr(name)
+            wanted = "'prompt' or 'messages'" if self.prompt_column is None and not self.task else repr(name)
             raise DataError(f"lacks {wanted}{hint}")
         prompt = row[name]
         if not isinstance(prompt, str):
