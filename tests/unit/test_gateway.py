@@ -380,6 +380,24 @@ def test_what_an_engine_says_when_it_dies_is_not_the_answer_while_another_is_rea
 
 
 @in_loop
+async def test_a_member_that_refuses_its_key_is_not_the_clients_fault(tmp_path: Path) -> None:
+    key = tmp_path / "another-key"
+    key.write_text("another")
+    key.chmod(0o600)
+    with servers(tmp_path, 1) as (a,), FakeServer(FakeOptions(key_file=key)) as b:
+        body = {"model": "fake", "prompt": "x", "max_tokens": 4, "ignore_eos": True}
+        async with gateway_to(b.url) as gateway:
+            refused = await exchange(gateway.url, post(body, path="/v1/completions"))
+            assert refused.startswith(b"HTTP/1.1 503")
+            assert b"retry-after: " in refused
+            assert b"fleet-1 does not accept its key now" in refused
+            gateway.update([reading(1, b.url), reading(2, a.url)], GRANTS)
+            for _ in range(4):
+                answer = await exchange(gateway.url, post(body, path="/v1/completions"))
+                assert who(answer) == "fleet-2"
+
+
+@in_loop
 async def test_what_a_request_did_wrong_is_told_by_the_first_who_says_so(tmp_path: Path) -> None:
     with servers(tmp_path, 2) as found:
         for one in found:

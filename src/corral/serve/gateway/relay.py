@@ -27,7 +27,8 @@ from corral.serve.gateway.pages import Figures
 from corral.serve.gateway.request import ForwardedRequest, Request, forwarded_headers
 
 MOST_DROPS, MOST_ERRORS = 3, 1
-_ASKED_AGAIN = frozenset((500, 502, 503, 504))
+# a 401 is none of the client's, whose key is good: another server is where the member was, or its key has changed
+_ASKED_AGAIN = frozenset((401, 500, 502, 503, 504))
 _ERROR_EVENT = b'data: {"error"'
 LARGEST_DECLINE_BYTES = 1 << 16
 DRAINING_HEADER = b"x-corral-state"  # what the guard of a draining server adds to its 503
@@ -335,6 +336,10 @@ class Relay:
         """The answer is whole: pass on what is left of it, or try another member when it was a failure."""
         if self._decline is not None:
             if self._declined():
+                return
+            if self._status == 401 and self._answered_by is not None:
+                self._decline = None
+                self._fail(503, f"{self._answered_by.name} does not accept its key now. Try again later.")
                 return
             self._accept_decline()
         if self._early:
