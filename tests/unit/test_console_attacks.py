@@ -113,6 +113,18 @@ def test_the_form_starts_nothing_with_a_file_of_hosts(asked: Path, tmp_path: Pat
         assert "is not the name of a host" in str(found.error["message"])
 
 
+def test_a_viewer_cannot_tell_which_folders_exist(
+    clean_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "there" / "model").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    with Console(ConsoleOptions(port=0, read_only=True)) as console:
+        cookie = enter(console)
+        for model in (f"{tmp_path}/%s", "%s/model", "./%s"):
+            told = {str(_plan(console, cookie, model=model % name)).replace(name, "") for name in ("there", "gone")}
+            assert len(told) == 1
+
+
 def test_the_cookie_alone_starts_and_stops_nothing(clean_home: Path) -> None:
     """Browsers send a cookie of 127.0.0.1 to all its ports: also to a tunnel, and so to the node behind it."""
     make("one", words=("up", "smollm2")).agent().course(("starting", 1), ("ready", 20))

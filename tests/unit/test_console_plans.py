@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -154,11 +154,16 @@ def test_this_machine_without_a_gpu_is_planned_for(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_reader_cannot_tell_which_folders_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> NoReturn:
+        raise NotFoundError(f"the hub has no {name!r}.", "Name another.")
+
     (tmp_path / "here" / "model").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("corral.plan.models.hub.read_repository", absent)
     for there, not_there in (
         (str(tmp_path / "here"), str(tmp_path / "gone")),
         ("here/model/", "gone/model/"),
+        ("here/model", "gone/model"),
         ("./here", "./gone"),
         ("~", "~nobody"),
     ):

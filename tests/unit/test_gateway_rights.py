@@ -16,7 +16,7 @@ import pytest
 from corral.client.client import run
 from corral.deploy.launch.adapters import adapters
 from corral.serve.fleet.record import Judgement
-from corral.serve.gateway.form import BadFormError, form_model
+from corral.serve.gateway.form import BadFormError, FormReader
 from corral.serve.gateway.gateway import Gateway
 from corral.serve.gateway.health import HealthMonitor
 from corral.serve.gateway.keys import digest_of
@@ -166,11 +166,63 @@ def form(*parts: tuple[str, str]) -> bytes:
     return made.encode() + b"--b--\r\n"
 
 
+class Searched(bytearray):
+    """A body that counts the bytes in which something was looked for."""
+
+    count = 0
+
+    def find(self, sub: Any, start: Any = 0, end: Any = None) -> int:
+        stop = len(self) if end is None else min(end, len(self))
+        self.count += stop - start
+        return super().find(sub, start, stop)
+
+
+def form_model(kind: bytes, body: bytes, step: int = 0) -> str | None:
+    """The model of a form that arrives in pieces."""
+    arrived = Searched()
+    reader = FormReader(kind, arrived)
+    for at in range(0, len(body), step or len(body)):
+        arrived += body[at : at + (step or len(body))]
+        reader.advance()
+    found = reader.model()
+    assert arrived.count < 3 * len(body) + 2 * 4096 * len(body) // (step or len(body))
+    return found
+
+
+def test_a_long_form_is_searched_once_while_it_arrives() -> None:
+    audio = ('name="file"; filename="a.wav"', "\r\n--" * 100_000)
+    body = form(audio, ('name="model"', "whisper"))
+    for step in (999, 65_536):
+        assert form_model(b"multipart/form-data; boundary=b", body, step) == "whisper"
+
+
+@in_loop
+async def test_no_form_is_searched_at_once_when_it_has_arrived(tmp_path: Path) -> None:
+    steps: list[int] = []
+
+    class Reader(FormReader):
+        def advance(self) -> None:
+            steps.append(1)
+            super().advance()
+
+    with servers(tmp_path, 1) as (a,), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("corral.serve.gateway.client_connection.FormReader", Reader)
+        async with gateway_to(a.url, grants=[client(ALL)]) as gateway:
+            body = form(("name=file", "x" * 2_000_000), ('name="model"', "unheard-of"))
+            head = f"POST /v1/audio/transcriptions HTTP/1.1\r\nauthorization: Bearer {ALL}\r\nconnection: close\r\n"
+            head += f"content-type: multipart/form-data; boundary=b\r\ncontent-length: {len(body)}\r\n\r\n"
+            answer = await exchange(gateway.url, head.encode() + body)
+            assert status(answer) == 404
+            assert b"'unheard-of'" in answer
+            assert len(steps) > 2
+
+
 def test_the_model_of_a_form_is_read() -> None:
     kind = b"Multipart/Form-Data; boundary=b"
     audio = ('name="file"; filename="a.wav"', "name=model\r\n\r\nx")
-    assert form_model(kind, form(audio, ('name="model"', "whisper"))) == "whisper"
-    assert form_model(kind, form(audio)) is None
+    for step in (0, 1, 2, 3, 7):
+        assert form_model(kind, form(audio, ('name="model"', "whisper")), step) == "whisper"
+        assert form_model(kind, form(audio), step) is None
     for bad in (
         form(('name="model"', "a"), ('name="model"', "b")),
         form(('name="model"', "\udcff".encode("utf-8", "surrogatepass").decode("latin-1"))).replace(b"\xc3", b"\xff"),
@@ -182,8 +234,9 @@ def test_the_model_of_a_form_is_read() -> None:
         form(*[audio] * 300),
         b"--b\r\n" + b"x" * 10_000,
     ):
-        with pytest.raises(BadFormError):
-            form_model(kind, bad)
+        for step in (0, 11):
+            with pytest.raises(BadFormError):
+                form_model(kind, bad, step)
     for other in (b"multipart/form-data", kind + b"; charset=utf-7"):
         with pytest.raises(BadFormError):
             form_model(other, form(audio))

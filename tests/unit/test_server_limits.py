@@ -248,6 +248,34 @@ def test_heads_that_are_too_long_or_ambiguous_are_refused(server: Server) -> Non
     assert status(server.answer(server.get(b"connection: close"))) == 200
 
 
+def test_a_client_that_closes_its_side_gets_an_answer(server: Server) -> None:
+    for request, good in ((server.get(), (200,)), (server.post(b"content-length: 2") + b"{}", (200, 400))):
+        with server.connect() as to:
+            to.sendall(request)
+            to.shutdown(socket.SHUT_WR)
+            assert status(read_all(to)) in good
+    until(lambda: len(server.table) == 0)
+
+
+@pytest.mark.parametrize("route", ["prefix", NEWEST])
+def test_a_request_ends_when_its_client_closes_its_side_and_says_so(route: str) -> None:
+    """Servers of models take that for leaving, and free the GPU: only a client that is still there can read it."""
+    with gateway(GatewayLimits(), route) as server:
+        body = b'{"model": "fake", "prompt": "x"}'
+        for waiting in (
+            server.post(b"content-length: %d" % len(body)) + body,
+            server.post(b"content-length: 9") + b"{",
+        ):
+            with server.connect() as to:
+                to.sendall(waiting)
+                to.shutdown(socket.SHUT_WR)
+                answer = read_all(to)
+            assert status(answer) == 400
+            assert b"keep it open for both directions" in answer
+            until(lambda: len(server.table) == 0)
+            assert server.held.total == 0
+
+
 HOSTILE = {
     "deep": b'{"prompt": ' + b"[" * 200_000,
     "deep and whole": b'{"prompt": ' + b"[" * 200_000 + b"]" * 200_000 + b"}",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from starlette.concurrency import run_in_threadpool
@@ -112,7 +111,8 @@ def read_question(query: Mapping[str, str], facts_cache: FactCache, read_only: b
     model = values["model"] or profile.settings.defaults.model
     if model is None:
         raise UsageError("no model was named.", "Choose one, or write a folder or a repository.")
-    if read_only and values["model"]:
+    is_readers = read_only and values["model"] is not None
+    if is_readers:
         refuse_folder(model)
     fixed = {name: values[name] for name in ("weights", "kv") if values[name]}
     goals = {name: values[name] for name in ("context", "concurrency", "goal") if values[name] is not None}
@@ -125,7 +125,8 @@ def read_question(query: Mapping[str, str], facts_cache: FactCache, read_only: b
         storage_gb_s=values["storage"],
     )
     offline = hub_is_off()
-    facts = facts_cache.get(("model", model, offline), lambda: read_facts(model, offline))
+    key = ("model", model, offline, is_readers)
+    facts = facts_cache.get(key, lambda: read_facts(model, offline, folders=not is_readers))
     gpus = f"{values['count'] or 1}x{values['kind']}" if values["kind"] else None
     if gpus is None and not profile.name and (values["nodes"] or 1) == 1:
         inventory = facts_cache.get("here", probe)
@@ -134,11 +135,10 @@ def read_question(query: Mapping[str, str], facts_cache: FactCache, read_only: b
     return PlanQuestion(model, facts, inventory, goal, asked, profile)
 
 
-def refuse_folder(model: str) -> None:
-    """Refuse what could be a folder, there or not: to a reader the answer would tell which folders exist."""
-    if find(model) or model in (one.name for one in on_disk()):
-        return
-    if not _REPOSITORY.fullmatch(model) or Path(model).exists():
+def refuse_folder(model: str, repositories: bool = True) -> None:
+    """Refuse what can only be a folder, there or not: to a reader the answer would tell which folders exist."""
+    is_repository = repositories and _REPOSITORY.fullmatch(model)
+    if not (is_repository or find(model) or model in (one.name for one in on_disk())):
         raise NotFoundError(
             f"no model is called {model[:80]!r}; this console runs with --read-only and plans no folder.",
             "Choose one of the list, or write a repository.",

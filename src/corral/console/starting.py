@@ -144,7 +144,7 @@ def preview(form: StartForm, read_only: bool = False) -> dict[str, Any]:
             raise AccessError("this console only shows, and makes no plan of flags and settings.",
                               "Use the command line: corral plan.")  # fmt: skip
         if form.model:
-            refuse_folder(form.model)
+            refuse_folder(form.model, repositories=False)  # a folder of that name would be read
     with asking_no_node():
         return _preview(form)
 

@@ -73,6 +73,13 @@ class Connection(HttpToolsProtocol):
         self._table.discard(self)
         super().connection_lost(exc)
 
+    def eof_received(self) -> bool:
+        """The client sends no more: what it asked for is still answered; one that has left is noticed at that."""
+        waits = self.cycle is not None and not self._in_body and not self.cycle.response_complete
+        if waits:
+            self.cycle.keep_alive = False
+        return waits
+
     def data_received(self, data: bytes) -> None:
         self.progress.received(len(data))
         super().data_received(data)

@@ -235,8 +235,11 @@ def facts_from_folder(path: Path, name: str = "", weights_bytes: int = 0) -> Mod
     return replace(facts, notes=(*facts.notes, note))
 
 
-def read_facts(ref: str, offline: bool = False, weights_bytes: int = 0) -> ModelFacts:
-    """Facts of a folder, a catalogue name or a Hugging Face repository, in this order of meaning."""
+def read_facts(ref: str, offline: bool = False, weights_bytes: int = 0, folders: bool = True) -> ModelFacts:
+    """Facts of a folder, a catalogue name or a Hugging Face repository, in this order of meaning.
+
+    Without `folders` none is looked for.
+    """
     text = ref.strip()
     if not text:
         raise NotFoundError("no model was named.", f"For example: {', '.join(list(catalogue.CATALOGUE)[:3])}.")
@@ -244,7 +247,7 @@ def read_facts(ref: str, offline: bool = False, weights_bytes: int = 0) -> Model
     if entry is not None and text.lower() == entry.name:
         return facts_from_entry(entry)
     path = Path(text).expanduser()
-    if path.is_dir():
+    if folders and path.is_dir():
         return facts_from_folder(path, weights_bytes=weights_bytes)
     if path.is_absolute() or text.startswith(("./", "../", "~")):
         raise NotFoundError(f"there is no folder {text}.", "Give a model folder, a repository or a catalogue name.")

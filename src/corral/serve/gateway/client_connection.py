@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import socket
 import struct
 import time
@@ -15,14 +16,20 @@ from collections import deque
 from collections.abc import Hashable
 from typing import Protocol, cast
 
-from corral.client.http1 import BadMessageError, Headers, HeadTooLongError, RequestReader, has_token
+from corral.client.errors import error_body
+from corral.client.http1 import BadMessageError, Headers, HeadTooLongError, RequestReader, has_token, response
 from corral.serve.connections import ConnectionPhase, ConnectionProgress, ConnectionTable
+from corral.serve.gateway.form import FormReader, is_form
 from corral.serve.gateway.origins import with_lines
 from corral.serve.gateway.relay import Relay, RelayHost
 from corral.serve.gateway.request import ForwardedRequest, Request
 from corral.serve.gateway.usage import KeyTable, KeyUser
 
 LARGEST_AHEAD_BYTES = 1 << 18  # of requests sent before the last was answered
+HALF_CLOSED = (
+    "the client closed its side of the connection before it was answered, which ends a request: keep it open for both"
+    " directions until the answer is whole"
+)
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _now = time.monotonic
 
@@ -56,9 +63,9 @@ class ClientConnection(asyncio.Protocol):
     """Reads requests, gives each to a relay, writes its answer."""
 
     __slots__ = (
-        "_ahead_bytes", "_body", "_expects", "_gateway", "_handling", "_head", "_http_10", "_in_body", "_is_local",
-        "_paused", "_reader", "_refused", "_relay", "_transport", "_unread", "_user", "_waiting", "address",
-        "closing", "owner", "progress",
+        "_ahead_bytes", "_body", "_expects", "_form", "_gateway", "_handling", "_head", "_http_10", "_in_body",
+        "_is_local", "_paused", "_reader", "_refused", "_relay", "_transport", "_unread", "_user", "_waiting",
+        "address", "closing", "owner", "progress",
     )  # fmt: skip
 
     def __init__(self, gateway: ConnectionHost) -> None:
@@ -69,6 +76,7 @@ class ClientConnection(asyncio.Protocol):
         self._user: KeyUser | None = None  # of the request that is being read
         self._http_10 = False  # of the request that is being answered
         self._body = bytearray()
+        self._form: FormReader | None = None  # of that body
         self._waiting: deque[Request] = deque()  # whole, behind the one that is being answered
         self._refused: RefusedError | None = None  # answered after those
         self._relay: Relay | None = None
@@ -188,6 +196,18 @@ class ClientConnection(asyncio.Protocol):
             self._expects = False
             self.write(CONTINUE)
 
+    def eof_received(self) -> None:
+        """The client sends no more: it has left, as servers of models take it too. One that still reads is told."""
+        relay = self._relay
+        if self._refused is not None or (self.closing and relay is None):
+            return
+        if self._reader.receiving or (relay is not None and not relay.is_answering):
+            body = error_body(f"{self._gateway.title}: {HALF_CLOSED}", "invalid_request_error", 400)
+            self.write(response(400, json.dumps(body).encode(), extra=b"connection: close\r\n"))
+        if relay is not None:
+            self._relay = None
+            relay.abandon()
+
     def _set_reading(self) -> None:
         """Read on, unless much was sent ahead, or what was written is not read."""
         if self._transport is not None and not self._transport.is_closing():
@@ -210,6 +230,11 @@ class ClientConnection(asyncio.Protocol):
             raise RefusedError(429, f"the key {self._user.name!r} has too many connections")
         if announced > self._gateway.limits.body_bytes:
             raise self._too_long()
+        self._form = None
+        for name, value in headers:
+            if name == b"content-type":
+                self._form = FormReader(value, self._body) if is_form(value) else None
+                break
         self._in_body = True
         if self._relay is None:
             self.progress.enter(ConnectionPhase.BODY, _now())
@@ -222,6 +247,8 @@ class ClientConnection(asyncio.Protocol):
         if problem := self._gateway.held.take(self._user, len(data)):
             raise RefusedError(503, problem)
         self._body += data
+        if self._form is not None:
+            self._form.advance()
 
     def _too_long(self) -> RefusedError:
         return RefusedError(413, f"the request is longer than {self._gateway.limits.body_bytes:,} bytes")
@@ -229,7 +256,7 @@ class ClientConnection(asyncio.Protocol):
     def complete(self, keep: bool) -> None:
         self._in_body = False
         body, self._body = self._body, bytearray()
-        self._waiting.append(Request(*self._head, body, keep, self._user))
+        self._waiting.append(Request(*self._head, body, keep, self._user, self._form))
 
     # handling
 

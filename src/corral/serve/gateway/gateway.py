@@ -26,7 +26,7 @@ from corral.deploy.deployment.state import ENDED, State
 from corral.serve.connections import SWEEP_S, ConnectionTable, HeldBytes
 from corral.serve.gateway import pages
 from corral.serve.gateway.client_connection import ClientConnection
-from corral.serve.gateway.form import BadFormError, form_model, is_form
+from corral.serve.gateway.form import BadFormError
 from corral.serve.gateway.member import Member, MemberReading
 from corral.serve.gateway.origins import AllowedOrigins
 from corral.serve.gateway.policies import NEWEST, make_policy
@@ -253,10 +253,10 @@ class Gateway:
             text = f"the request names no model; a path without a body takes ?model=NAME. Known: {self._known(user)}."
             return self.refusal(400, text, param="model")
         pool = self.pools.get(model)
-        if (pool is None or not self.allowed(user, model)) and self.unknown:
-            return self._not_known(f"whether the model {model!r} is served here cannot be read now")
-        if pool is None or not self.allowed(user, model):  # alike: a key tells nobody what else is served
-            return self._unknown_model(model, user)
+        if pool is None or not self.allowed(user, model):
+            if self.unknown:
+                return self._not_known(f"whether the model {model!r} is served here cannot be read now")
+            return self._unknown_model(model, user)  # there or not: a key tells nobody what else is served
         to_urls = request.method == b"POST" and request.bare_path in INFERENCE and prompt.model is not None
         if not to_urls and pool.members and all(one.named for one in pool.members):
             path = request.bare_path.decode("latin-1")[:200]
@@ -289,12 +289,11 @@ class Gateway:
 
     def _prompt(self, request: Request) -> RoutedPrompt:
         """What routing needs of a body; one that cannot be read is refused: the server might find a model in it."""
-        kind = next((value for name, value in request.headers if name == b"content-type"), b"")
-        if request.body and not is_form(kind):
+        if request.body and request.form is None:
             if len(request.body) > LARGEST_JSON_BYTES:
                 raise BadBodyError(f"it is longer than {LARGEST_JSON_BYTES:,} bytes; only forms may be")
             return read_prompt(request.body, self._scale_of)
-        model = checked_model(form_model(kind, request.body)) if request.body else None
+        model = checked_model(request.form.model()) if request.form is not None and request.body else None
         return RoutedPrompt(model, [], 1.0, 0.0, 0, 1.0, 1, stream=False)
 
     def _scale_of(self, model: str | None) -> TokenScale:
@@ -303,6 +302,8 @@ class Gateway:
 
     def allowed(self, user: KeyUser, model: str) -> bool:
         """Whether a key is good for a model: for one of its servers, or for the name while it has none."""
+        if not user.is_limited:
+            return True
         members = self.pools[model].members
         return any(one.is_open_to(user, model) for one in members) if members else user.may_use_name(model)
 

@@ -219,8 +219,7 @@ def read_prompt(body: bytes | bytearray, scale_of: Callable[[str | None], TokenS
     except (msgspec.MsgspecError, UnicodeError) as error:
         raise BadBodyError(str(error)[:200]) from None
     width = many * (_count(fields.n) or 1)
-    limits = (fields.max_completion_tokens, fields.max_output_tokens, fields.max_tokens)
-    limit = next(filter(None, map(_count, limits)), 0)
+    limit = _count(fields.max_completion_tokens) or _count(fields.max_output_tokens) or _count(fields.max_tokens)
     output = min(limit, scale.output_tokens) if limit else scale.output_tokens
     seed = hash((model, bytes(fields.tools), ids))
     per_byte = 1 / ID_BYTES if ids else scale.per_byte

@@ -437,6 +437,11 @@ class Relay:
         if self._opening is not None:
             self._opening.cancel()
 
+    @property
+    def is_answering(self) -> bool:
+        """Whether some of an answer has gone to the client."""
+        return self._answering
+
     def pause(self, paused: bool) -> None:
         """The client reads slowly: read from the member slowly as well."""
         if self._connection is not None:

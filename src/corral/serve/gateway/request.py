@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 
 from corral.client.errors import error_body
 from corral.client.http1 import Headers
-from corral.serve.gateway.form import is_form
+from corral.serve.gateway.form import FormReader, is_form
 from corral.serve.gateway.member import Member, failure_summary
 from corral.serve.gateway.policies import OUTPUT_WEIGHT
 from corral.serve.gateway.pool import ModelPool
@@ -66,6 +66,7 @@ class Request(NamedTuple):
     body: bytes | bytearray
     keep: bool  # another may follow on its connection
     user: KeyUser | None = None  # whose key it has
+    form: FormReader | None = None  # of a body that is a form
 
     @property
     def bare_path(self) -> bytes:

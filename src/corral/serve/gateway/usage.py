@@ -70,7 +70,7 @@ class KeyUser:
     @property
     def is_limited(self) -> bool:
         """Whether it is not good for every server."""
-        return self.grant.models is not None
+        return self.grant.models is not None or bool(self.grant.source)
 
     def may_use(self, model: str, source: str, own_model: str) -> bool:
         """Whether it is good for a model that a fleet or deployment serves beside, or as, its own."""
