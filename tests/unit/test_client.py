@@ -23,7 +23,15 @@ from typing import Any, cast
 
 import pytest
 
-from corral.base.errors import AccessError, CorralError, EngineError, NotFoundError, UnreachableError, UsageError
+from corral.base.errors import (
+    AccessError,
+    CorralError,
+    DataError,
+    EngineError,
+    NotFoundError,
+    UnreachableError,
+    UsageError,
+)
 from corral.client.client import CHAT, COMPLETIONS, Client, run
 from corral.client.endpoint import Endpoint
 from corral.client.errors import (
@@ -517,18 +525,18 @@ def test_endpoint_checks(tmp_path: Path) -> None:
             Endpoint(url, "m")
     with pytest.raises(UsageError, match="password"):
         Endpoint("http://me:secret@host", "m")
-    with pytest.raises(AccessError, match="cannot be read"):
+    with pytest.raises(NotFoundError, match="no file"):
         Endpoint("http://host", "m", str(tmp_path / "none")).key()
     file = tmp_path / "key"
     file.write_text("k")
     file.chmod(0o644)
-    with pytest.raises(AccessError, match="read by others"):
+    with pytest.raises(AccessError, match="others may read"):
         Endpoint("http://host", "m", str(file)).key()
     file.chmod(0o600)
     assert Endpoint("http://host", "m", str(file)).key() == "k"
     for bad in ("", "two words", "new\nline", "ünïcode"):
         file.write_text(bad)
-        with pytest.raises(AccessError, match="one key"):
+        with pytest.raises(DataError, match="no usable key"):
             Endpoint("http://host", "m", str(file)).key()
 
 

@@ -22,6 +22,7 @@ __all__ = [
     "create_private",
     "existing_file",
     "is_gone",
+    "is_key",
     "make_dir",
     "make_private_dir",
     "read_key",
@@ -84,20 +85,29 @@ def read_text(given: str | Path) -> str:
         raise DataError(f"{given} is not UTF-8 (byte {error.start}).", "Save it as UTF-8.") from None
 
 
-KEY_LENGTHS = range(16, 1025)
+SHORTEST_KEY, LONGEST_KEY = 16, 1024  # characters
 
 
-def read_key(given: str | Path) -> str:
-    """The key in a file that only its owner may read."""
-    path = existing_file(given)
-    if path.stat().st_mode & 0o077:
+def read_key(given: str | Path, shortest: int = SHORTEST_KEY) -> str:
+    """The key in a file that only its owner may read; those of other programs' servers may be shorter than ours."""
+    try:
+        path = existing_file(given)
+        mode, key = path.stat().st_mode, read_text(path).strip()
+    except OSError as error:
+        raise DataError(f"{given} cannot be read: {error.strerror}.", "Check its permissions.") from None
+    if mode & 0o077:
         raise AccessError(f"others may read the key in {given}.", f"Run chmod 600 {shlex.quote(str(path))}")
-    key = read_text(path).strip()
-    if len(key) not in KEY_LENGTHS or not re.fullmatch(r"[!-~]+", key):
+    if not shortest <= len(key) <= LONGEST_KEY or not is_key(key):
         raise DataError(
-            f"{given} holds no usable key.", "Write one line of 16 to 1,024 visible ASCII characters, no spaces."
+            f"{given} holds no usable key.",
+            f"Write one line of {shortest} to {LONGEST_KEY:,} visible ASCII characters, no spaces.",
         )
     return key
+
+
+def is_key(text: str) -> bool:
+    """Whether a text can stand in a header as a key."""
+    return re.fullmatch(r"[!-~]+", text) is not None
 
 
 def create_private(path: Path, like: Path | None = None) -> int:

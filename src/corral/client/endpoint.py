@@ -6,13 +6,12 @@ file, or in memory: it is read when a request is made, and is in no field, repr 
 
 from __future__ import annotations
 
-import stat
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 from urllib.parse import urlsplit
 
-from corral.base.errors import AccessError, CorralError, UsageError
+from corral.base.errors import CorralError, UsageError
+from corral.base.files import is_key, read_key
 
 
 @dataclass(frozen=True)
@@ -43,21 +42,7 @@ class Endpoint:
 
     def key(self) -> str | None:
         """The key, read now; None when the endpoint needs none."""
-        if self.key_file is None:
-            return None
-        path = Path(self.key_file).expanduser()
-        try:
-            mode = path.stat().st_mode
-            text = path.read_text(encoding="utf-8").strip()
-        except OSError as error:
-            raise AccessError(
-                f"the key file {path} cannot be read: {error.strerror}.", "Check --key-file."
-            ) from error
-        if stat.S_IMODE(mode) & 0o077:
-            raise AccessError(f"the key file {path} can be read by others.", f"Run: chmod 600 {path}")
-        if not text or not text.isprintable() or not text.isascii() or " " in text:
-            raise AccessError(f"the key file {path} does not hold one key.", "Write the key alone into it.")
-        return text
+        return None if self.key_file is None else read_key(self.key_file, shortest=1)
 
 
 class HeldKeyEndpoint(Endpoint):
@@ -65,7 +50,7 @@ class HeldKeyEndpoint(Endpoint):
 
     def __init__(self, base_url: str, model: str, key: str | None) -> None:
         super().__init__(base_url, model, None)
-        if key is not None and (not key.isascii() or not key.isprintable() or " " in key or not key):
+        if key is not None and not is_key(key):
             raise UsageError(
                 "the key contains characters that a key cannot have.", "Give the key alone, without quotes or spaces."
             )
