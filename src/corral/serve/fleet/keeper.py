@@ -11,6 +11,7 @@ the lock, and the others wait to take its place.
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -61,6 +62,7 @@ REFUSED_PAUSE_S = 30.0  # before a job of a chain is submitted again
 MOST_REFUSALS = 5  # after which a chain is closed
 SETTLED_S = 60.0  # one that was ready for so long begins anew with its pauses
 FINISH_S = 60.0  # for starts and stops under way when the keeper ends
+CLOCK_STEP_S = 5.0  # the wall clock was set, or the machine was suspended
 LEASE_S = 30.0  # how long what a scheduler says of a job's end is believed
 
 
@@ -182,17 +184,26 @@ class _Memory:
     """What the keeper remembers of a member."""
 
     failures: int = 0
-    retry_s: float = 0.0
+    retry_s: float = 0.0  # monotonic
     counted: tuple[str, float] = ("", 0.0)  # the end that was counted: its state and when
-    lease: tuple[float, float | None] = (0.0, None)  # asked when; the last request
+    lease: tuple[float, float | None] = (-math.inf, None)  # asked when, monotonic; the last request
+    leaves_s: float | None = None  # monotonic: since when it leaves
     busy: threading.Thread | None = None
     judged: tuple[Judgement, float] = (Judgement.OK, 0.0)  # since when, monotonic
     refusals: int = 0  # in a row, of a scheduler that answers
 
 
+def _wall_s(monotonic_s: float, now_s: float) -> float:
+    """A time of the monotonic clock by the wall clock, which says `now_s`."""
+    return now_s + monotonic_s - time.monotonic()
+
+
 @dataclass
 class Keeper:
-    """Looks after one fleet; what it remembers can be found out again."""
+    """Looks after one fleet; what it remembers can be found out again.
+
+    Its pauses and its patience are measured by the monotonic clock: the wall clock may be set, a machine suspended.
+    """
 
     folder: FleetFolder
     say: Callable[[str], None]
@@ -202,6 +213,7 @@ class Keeper:
     waiting: str = ""  # what the next step of a chain waits for
     replaced: int = 0  # hung or slow members, one soon after the other
     rests_until_s: float = 0.0  # monotonic; no other one is replaced before
+    offset_s: float = 0.0  # of the wall clock from the monotonic one
     pacer: Pacer = field(init=False)
 
     def __post_init__(self) -> None:
@@ -210,19 +222,19 @@ class Keeper:
     def check(self, fleet: Fleet) -> bool:
         """Check all members once, and do what is due; whether anything was."""
         now_s = time.time()
+        self._note_clock(now_s)
         loads = read_loads(self.folder)
         living = [member for member in fleet.members if not member.ended]
         known = read_statuses(living)
         self.facts = {
             one.name: self._facts(fleet, member_of(one, known.get(one.name)), loads, now_s) for one in living
         }
-        decided = self.pacer.decide(fleet, self.facts, now_s)
+        decided = self.pacer.decide(fleet, self.facts, time.monotonic())
         if decided is not None:
             fleet = change_fleet(self.folder, lambda one: replace(one, wanted=decided.wanted))
             self._tell("scale", text=decided.why, wanted=decided.wanted)
-        steps = next_steps(
-            fleet, self.facts, now_s, self.pacer.replacement_s, self.strangers, time.monotonic() < self.rests_until_s
-        )
+        fleet, rests = self._dated(fleet, now_s), time.monotonic() < self.rests_until_s
+        steps = next_steps(fleet, self.facts, now_s, self.pacer.replacement_s, self.strangers, rests)
         for step in steps:
             self._act(fleet, step)
         if fleet.chain:
@@ -265,6 +277,26 @@ class Keeper:
 
     # what is known
 
+    def _note_clock(self, now_s: float) -> None:
+        """After a step of the wall clock, ask again when jobs end: that was said by the clock of before."""
+        offset_s = now_s - time.monotonic()
+        if abs(offset_s - self.offset_s) > CLOCK_STEP_S:
+            for memory in self.memories.values():
+                memory.lease = (-math.inf, memory.lease[1])
+        self.offset_s = offset_s
+
+    def _dated(self, fleet: Fleet, now_s: float) -> Fleet:
+        """The fleet with the times since which members leave, by the wall clock as it is now."""
+
+        def since_s(member: FleetMember) -> float:
+            memory = self.memories.setdefault(member.name, _Memory())
+            if memory.leaves_s is None:  # told by a keeper before this one
+                memory.leaves_s = time.monotonic() - max(0.0, now_s - member.leaving_s)
+            return _wall_s(memory.leaves_s, now_s)
+
+        dated = (replace(one, leaving_s=since_s(one)) if one.leaving else one for one in fleet.members)
+        return replace(fleet, members=tuple(dated))
+
     def _facts(
         self, fleet: Fleet, member: MemberStatus, loads: Mapping[str, GatewayLoad], now_s: float
     ) -> MemberFacts:
@@ -279,8 +311,8 @@ class Keeper:
             status.text if status else "",
             status.since_s if status else 0.0,
             known.running if known else None,
-            self._last_request_s(member.name, memory, now_s) if member.state in SERVING else None,
-            memory.retry_s,
+            self._last_request_s(member.name, memory) if member.state in SERVING else None,
+            _wall_s(memory.retry_s, now_s),
             busy,
             status.created_s if status else 0.0,
             status is not None and status.timings.ready_s is not None,
@@ -289,7 +321,7 @@ class Keeper:
         if fleet.chain and not busy and _is_half_made(fleet, member.name):
             return replace(facts, state=State.STOPPED, reason=Reason.INTERRUPTED)
         self._count(facts, memory, now_s)
-        return replace(facts, retry_s=memory.retry_s)
+        return replace(facts, retry_s=_wall_s(memory.retry_s, now_s))
 
     def _count(self, facts: MemberFacts, memory: _Memory, now_s: float) -> None:
         """Note an end that nobody asked for once, with a pause that grows."""
@@ -297,24 +329,24 @@ class Keeper:
             memory.failures = 0
         if facts.state in ENDED and not facts.busy and memory.counted != (facts.state.value, facts.since_s):
             memory.counted = (facts.state.value, facts.since_s)
-            self._failed(memory, now_s)
+            self._failed(memory)
 
-    def _failed(self, memory: _Memory, now_s: float) -> None:
-        memory.retry_s = now_s + (
+    def _failed(self, memory: _Memory) -> None:
+        memory.retry_s = time.monotonic() + (
             backoff_s(memory.failures, FIRST_PAUSE_S, LONGEST_PAUSE_S) if memory.failures else 0
         )
         memory.failures += 1
 
-    def _last_request_s(self, name: str, memory: _Memory, now_s: float) -> float | None:
+    def _last_request_s(self, name: str, memory: _Memory) -> float | None:
         """When its job begins to drain; asked of the scheduler now and then."""
         asked_s, last_s = memory.lease
-        if now_s - asked_s > LEASE_S:
+        if time.monotonic() - asked_s > LEASE_S:
             folder = DeploymentFolder.of(name)
             with contextlib.suppress(CorralError, OSError):
                 target = deployments.target_of(load_json(deployments.Record, folder.record))
                 lease = target.lease(folder) if isinstance(target, Queue) else None
                 last_s = lease.last_request_s if lease else None
-            memory.lease = (now_s, last_s)
+            memory.lease = (time.monotonic(), last_s)
         return last_s
 
     # what is done
@@ -327,6 +359,7 @@ class Keeper:
             self._change(step.member, lambda one: replace(one, expiring=True))
         elif step.act in (Act.LEAVE, Act.REPLACE):
             self._rest(step.act)
+            self.memories.setdefault(step.member, _Memory()).leaves_s = time.monotonic()
             self._change(step.member, lambda one: replace(one, leaving=True, leaving_s=time.time()))
         elif step.act is Act.FORGET:
             self._forget(fleet, step.member)
@@ -400,11 +433,11 @@ class Keeper:
 
     def _failed_start(self, name: str, error: CorralError | OSError) -> None:
         memory = self.memories.setdefault(name, _Memory())
-        self._failed(memory, time.time())
+        self._failed(memory)
         text = error.in_full if isinstance(error, CorralError) else str(error)
         self._tell("failed", text=f"{name}: {text}", member=name)
         if read_fleet(self.folder).chain:  # nobody else may be serving: try for as long as the scheduler is silent
-            memory.retry_s = time.time() + REFUSED_PAUSE_S
+            memory.retry_s = time.monotonic() + REFUSED_PAUSE_S
             memory.refusals += not isinstance(error, UnreachableError)
             if memory.refusals >= MOST_REFUSALS:
                 why = error.message if isinstance(error, CorralError) else str(error)

@@ -396,7 +396,7 @@ def read_loads(folder: FleetFolder, fresh_s: float = FRESH_S) -> dict[str, Gatew
     for id, gateway in held_gateways(folder).items():
         with contextlib.suppress(OSError, CorralError):
             load = load_json(GatewayLoad, folder.gateway_load(id))
-            if gateway.machine or time.time() - load.time_s <= fresh_s:  # clocks of machines differ
+            if gateway.machine or abs(time.time() - load.time_s) <= fresh_s:  # clocks of machines differ, and are set
                 loads[id] = load
     return loads
 
