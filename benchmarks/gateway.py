@@ -7,6 +7,7 @@
     python benchmarks/gateway.py streams  [--count 5000]        memory with that many open streams
     python benchmarks/gateway.py replicas URL... --key-file F   prefix hits with real servers, against an oracle
 
+`--beside FOLDER` measures the gateway of another checkout in the same turns, for what a change costs.
 `--router PATH` names the `vllm-router` of another environment; without it, the rows of vllm-router are left out.
 `--json FILE` writes what was found, with the machine and its load. Servers, gateway and client are processes of one
 machine and share its cores: compare rows of one run only.
@@ -227,6 +228,9 @@ def options() -> argparse.ArgumentParser:
     for name in ("all", "cost"):
         verbs[name].add_argument("--seconds", type=float, default=10.0 if name == "cost" else 2.0)
         verbs[name].add_argument("--rate", type=float, default=200.0)
+        verbs[name].add_argument(
+            "--beside", action="append", default=[], help="another checkout, with its own gateway"
+        )
     verbs["streams"].add_argument("--count", type=int, default=5000)
     for name in ("all", "spread", "replicas"):
         verbs[name].add_argument("--seed", type=int, default=1)

@@ -9,6 +9,7 @@ import random
 import statistics
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 from gateway_processes import fakes, gateway, key_file, percentile, router
@@ -83,6 +84,8 @@ def cost(given: argparse.Namespace) -> list[dict[str, Any]]:
         key = stack.enter_context(key_file())
         urls = [one.url for one in fakes(stack, 2)]
         places: dict[str, Process | str] = {"direct": urls[0], "corral gateway": gateway(stack, urls)}
+        for checkout in given.beside:
+            places[f"that of {Path(checkout).name}"] = gateway(stack, urls, checkout=checkout)
         if given.router:
             places["vllm-router"] = router(stack, given.router, urls)
         for title, body in BODIES.items():

@@ -41,8 +41,13 @@ def fakes(stack: contextlib.ExitStack, count: int, *options: str, folder: str = 
     return [ready() for ready in started]
 
 
-def gateway(stack: contextlib.ExitStack, urls: list[str], route: str = "prefix", *more: str) -> Process:
-    return start(stack, __file__, "--route", route, *more, *urls)()
+def gateway(
+    stack: contextlib.ExitStack, urls: list[str], route: str = "prefix", *more: str, checkout: str = ""
+) -> Process:
+    """The gateway of this checkout, or of another one with the same packages."""
+    prefix = ("env", f"PYTHONPATH={checkout}/src") if checkout else ()
+    script = f"{checkout}/benchmarks/{Path(__file__).name}" if checkout else __file__
+    return start(stack, script, "--route", route, *more, *urls, prefix=prefix)()
 
 
 def router(stack: contextlib.ExitStack, program: str, urls: list[str], key: str = "") -> Process:
