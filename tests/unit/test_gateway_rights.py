@@ -169,11 +169,11 @@ def form(*parts: tuple[str, str]) -> bytes:
 class Searched(bytearray):
     """A body that counts the bytes in which something was looked for."""
 
-    count = 0
+    searched = 0
 
     def find(self, sub: Any, start: Any = 0, end: Any = None) -> int:
         stop = len(self) if end is None else min(end, len(self))
-        self.count += stop - start
+        self.searched += stop - start
         return super().find(sub, start, stop)
 
 
@@ -185,7 +185,7 @@ def form_model(kind: bytes, body: bytes, step: int = 0) -> str | None:
         arrived += body[at : at + (step or len(body))]
         reader.advance()
     found = reader.model()
-    assert arrived.count < 3 * len(body) + 2 * 4096 * len(body) // (step or len(body))
+    assert arrived.searched < 3 * len(body) + 2 * 4096 * len(body) // (step or len(body))
     return found
 
 

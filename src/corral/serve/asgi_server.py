@@ -73,7 +73,7 @@ class Connection(HttpToolsProtocol):
         self._table.discard(self)
         super().connection_lost(exc)
 
-    def eof_received(self) -> bool:
+    def eof_received(self) -> bool:  # type: ignore[override]
         """The client sends no more: what it asked for is still answered; one that has left is noticed at that."""
         waits = self.cycle is not None and not self._in_body and not self.cycle.response_complete
         if waits:
