@@ -193,7 +193,7 @@ def decide(facts: ModelFacts, inventory: Inventory, goal: Goal, fixed: Fixed, tu
         tried += _candidates(form, inventory, goal, fixed, tuning)
         fitting = [pair for pair in tried if not pair[1].problem]
         if fitting:
-            taken = _roomy(_short_pipelines(_wired(fitting, inventory, goal, fixed), inventory, goal), goal)
+            taken = _short_pipelines(_roomy(_wired(fitting, inventory, goal, fixed), goal), inventory, goal)
             form, chosen = max(taken, key=lambda pair: (pair[1].max_model_len, pair[1].score(goal.goal)))
             return Decision(form, chosen, tried)
         if tried and all(c.broken for _, c in tried):  # a rule that fewer bits do not mend

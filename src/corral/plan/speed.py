@@ -34,8 +34,10 @@ class Efficiency:
     bandwidth: float = 0.905  # of HBM while decoding: 8B and 405B shapes in bf16
     matrix: float = 0.68  # of the dense rate while prefilling, bf16
     matrix_fp8: float = 0.57
+    matrix_experts: float = 0.28  # of the experts' grouped products: sums of measured operators, not whole steps
     layer_s: float = 34e-6  # small kernels of one layer, CUDA graphs on
     fp8_layer_s: float = 12e-6  # quantising activations, more of the same
+    latent_layer_s: float = 120e-6  # latent attention: more kernels in a row; from sums of measured operators
     step_s: float = 0.3e-3  # scheduling and sampling that no kernel hides, one step
     sequence_s: float = 14e-6  # per running request and step
     hidden_sequences: int = 256  # beyond so many, products hide it: 1,000 of an 8B model ran in 29 ms
@@ -212,7 +214,8 @@ class Roof:
         return read
 
     def _layer_s(self) -> float:
-        return self.e.layer_s + (self.e.fp8_layer_s if self.precision.weights == "fp8" else 0.0)
+        latent = self.e.latent_layer_s if self.model.latent else 0.0
+        return self.e.layer_s + latent + (self.e.fp8_layer_s if self.precision.weights == "fp8" else 0.0)
 
     def _touched(self, batch: float) -> float:
         """Share of the experts that a batch needs."""
@@ -223,6 +226,11 @@ class Roof:
     def _matrices(self) -> float:
         """Active parameters that multiply: all but the embedding table."""
         return self.model.active_parameters - (0 if self.model.tied_embeddings else self.model.counted.embedding)
+
+    def _active_experts(self) -> float:
+        """Parameters of the routed experts that one token passes through."""
+        share = self.model.experts_per_token / self.model.experts if self.model.experts else 0.0
+        return self.model.counted.experts * share
 
     def _reduce(self, tokens: float) -> float:
         """Two all-reduces of one layer; of a mixture of experts the second is over all ranks of the engine."""
@@ -310,7 +318,9 @@ class Roof:
         m, model, p = self.machine, self.model, self.parallel
         attention = tokens * 2 * model.heads * model.head_dim * self._attended(length) * model.layers
         rows = tiled(tokens, self.tile_tokens)
-        work = (rows * 2 * self._matrices() + attention) / p.tensor / m.flops
+        slower = self.e.matrix / self.e.matrix_experts - 1  # how much longer the experts' products take
+        products = self._matrices() + slower * self._active_experts()
+        work = (rows * 2 * products + attention) / p.tensor / m.flops
         floor = sum(self._stage_bytes(tokens)) / m.bandwidth
         layers = model.layers * (self._layer_s() + self._reduce(tokens))
         return max(work, floor) + layers + (p.pipeline - 1) * m.hop_s
