@@ -365,3 +365,18 @@ def test_bad_rows_are_skipped_alike(verb: str, tmp_path: Path, capsys: pytest.Ca
             elif verb == "run":
                 errors = output.with_name(f"{output.stem}.errors.jsonl")
                 assert (len(errors.read_text().splitlines()) if errors.exists() else 0) == 2 * code
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "x", "max_token": 9},
+        {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x", "max_token": 9}},
+    ],
+)
+def test_a_misspelt_parameter_of_a_row_is_found_before_anything_is_sent(tmp_path: Path, row: dict[str, Any]) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    found = CliRunner().invoke(command, ["check", str(path)], standalone_mode=False)
+    assert found.exit_code
+    assert "'max_token' (did you mean 'max_tokens'?)" in f"{found.output}{found.exception}"

@@ -351,3 +351,17 @@ def test_percentiles_of_too_few_requests_are_not_compared() -> None:
     few = Side((summarise(GOOD, 1.0),), (tuple(GOOD),))
     assert "p99_ttft_ms" not in verdicts(few, few)
     assert "median_ttft_ms" in verdicts(few, few)
+
+
+def test_shorter_answers_are_not_better() -> None:
+    long, short = side((10.0, 1)), side((10.0, 2))
+    cut = tuple(replace_tokens(one, 4) for one in short.rows[0])
+    found = verdicts(long, Side((summarise(cut, 10.0),), (cut,)))
+    assert found["median_e2el_ms"] == "other lengths"
+    assert found["median_ttft_ms"] == "noise"
+
+
+def replace_tokens(one: RequestRow, tokens: int) -> RequestRow:
+    """The same request, ended after fewer tokens."""
+    chunks = one.chunk_ns[:tokens]
+    return RequestRow(one.n, one.intended_ns, one.asked_ns, one.sent_ns, chunks[-1], chunks, 100, tokens, 100, tokens)

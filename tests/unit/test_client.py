@@ -796,3 +796,9 @@ def test_a_failure_that_may_pass_is_tried_again_and_no_other(monkeypatch: pytest
     with pytest.raises(ServerGoneError):
         run(retried(asked(*(ServerGoneError("x", "") for _ in range(3))), retries=2))
     assert len(pauses) == 4
+
+
+def test_a_reply_is_shown_without_its_bytes(server: FakeServer) -> None:
+    reply = get(server, {"max_tokens": 3})
+    assert repr(reply).startswith(f"<Reply {reply.text!r}, 3 tokens")
+    assert len(repr(reply)) < 200

@@ -24,6 +24,7 @@ from corral.fake.faults import KINDS, FaultBook, parse_fault
 from corral.fake.pace import Pace
 from corral.fake.server import FakeServer
 from tests.unit.conftest import Corral
+from tests.until import until
 
 
 def call(url: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> tuple[int, Any, Any]:
@@ -575,3 +576,17 @@ def test_a_scripted_call_that_cannot_be_read_is_refused(corral: Corral) -> None:
     done = corral("fake-server", "--tool-call", "add=2")
     assert done.code == 2
     assert "--tool-call 'add=2' cannot be used." in done.err
+
+
+def test_tokens_are_counted_at_each_step_of_an_answer() -> None:
+    def generated(server: FakeServer) -> float:
+        page = call(server.url, "/metrics")[1]
+        return float(next(x for x in page.splitlines() if x.startswith("vllm:generation_tokens_total")).split()[-1])
+
+    with FakeServer(FakeOptions(pace=Pace(itl_s=0.05))) as server:
+        connection = http.client.HTTPConnection(server.url.removeprefix("http://"))
+        body = {"prompt": "x", "max_tokens": 1000, "ignore_eos": True, "stream": True}
+        connection.request("POST", "/v1/completions", json.dumps(body))
+        connection.getresponse().readline()
+        until(lambda: 0 < generated(server) < 1000)
+        connection.close()

@@ -67,3 +67,11 @@ def test_a_deployment_is_named_alike_everywhere() -> None:
 
     for verb in VERBS:
         walk(verb, command(verb))
+
+
+@pytest.mark.parametrize(("verb", "options"), [("batch", "--output"), ("simulate", "--request-rate"),
+                                               ("gateway", "--port"), ("tune", "--workload")])  # fmt: skip
+def test_a_group_shows_the_options_of_the_verb_that_need_not_be_said(verb: str, options: str) -> None:
+    shown = page(verb)
+    assert options in shown
+    assert shown.index(options) < shown.index("Verbs:")

@@ -29,21 +29,21 @@ SCREENS = {
 NAME              RUN  WAIT     KV   TOK/S       TTFT
 llama-3.1-405b-…  256  1744  98.7%  12,346  12,345 ms
 smollm2
-Ctrl-C leaves
+Ctrl-C or q leaves
 smollm2: 127.0.0.1:8001 refused the connection.
 """,
     80: """
 NAME                      RUN  WAIT     KV   TOK/S  PROMPT/S       TTFT  HITS
 llama-3.1-405b-instruct…  256  1744  98.7%  12,346    98,765  12,345 ms   43%
 smollm2
-Ctrl-C leaves
+Ctrl-C or q leaves
 smollm2: 127.0.0.1:8001 refused the connection.
 """,
     120: """
 NAME                      RUN  WAIT                KV   TOK/S  PROMPT/S       TTFT  HITS  MODEL
 llama-3.1-405b-instruct…  256  1744  ██████████ 98.7%  12,346    98,765  12,345 ms   43%  meta-llama/Llama-3.1-405…
 smollm2
-Ctrl-C leaves
+Ctrl-C or q leaves
 smollm2: 127.0.0.1:8001 refused the connection.
 """,
 }

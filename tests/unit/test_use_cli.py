@@ -304,10 +304,11 @@ def test_top(server: FakeServer) -> None:
     assert document[0]["load"]["generated_tokens_per_s"] == 0
 
 
-def test_top_live_leaves_cleanly(server: FakeServer) -> None:
+@pytest.mark.parametrize("key", ["\x03", "q"])
+def test_top_live_leaves_cleanly(server: FakeServer, key: str) -> None:
     terminal = Terminal("top", "--url", server.url, "--interval", "0.2")
     seen = "".join(f"{terminal.until('Ctrl-C')}Ctrl-C" for _ in range(2))
-    terminal.type("\x03")
+    terminal.type(key)
     seen += terminal.until("everything, up to its end")
     assert terminal.end() == 0
     left = left_on_screen(seen)

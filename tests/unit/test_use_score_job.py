@@ -28,7 +28,7 @@ from corral.use.batch.core.run import Quiet
 from corral.use.batch.core.runner import RowRequest, RunnerSettings
 from corral.use.score.job import ScoreReport, score_file
 from corral.use.score.likelihood import ScoreOptions, read_row
-from corral.use.score.score import Scorer, Scoring, TokenGate
+from corral.use.score.score import Scorer, Scoring, TokenGate, summary
 from tests.until import until
 
 ROWS: list[dict[str, Any]] = [
@@ -361,3 +361,12 @@ def test_tokens_in_flight_are_bounded() -> None:
         assert (now[0], gate._free) == (0, 100)
 
     run(main())
+
+
+def test_texts_and_choices_have_no_common_perplexity() -> None:
+    text = {"kind": "text", "tokens": 4, "sum_logprob": -8.0}
+    choice = {"kind": "choices", "tokens": 1, "sum_logprob": -0.1, "correct": True, "correct_norm": True}
+    mixed = summary([text, choice], 0)
+    assert "perplexity" not in mixed
+    assert mixed["kinds"]["text"]["perplexity"] == summary([text], 0)["perplexity"]
+    assert (mixed["rows"], mixed["tokens"], mixed["accuracy"]) == (2, 5, 1.0)

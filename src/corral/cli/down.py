@@ -38,7 +38,8 @@ def command(names: tuple[str, ...], every: bool, purge: bool, as_json: bool) -> 
     stopped: list[deployments.Status] = []
     for fleet in fleets:
         _end(fleet, purge, as_json, stopped, failures)
-    folders = all_folders() if every else [choose_folder(name) for name in rest]
+    ended = {one.name for one in stopped}
+    folders = [one for one in all_folders() if one.name not in ended] if every else [choose_folder(n) for n in rest]
     for folder in _with_successors(folders):
         try:
             stopped.append(_stop(folder, purge, quiet=as_json))

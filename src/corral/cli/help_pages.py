@@ -52,6 +52,11 @@ class DefaultVerbGroup(WholeGroup):
             args = [self.default, *args]
         return super().parse_args(ctx, args)
 
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The options of the verb that need not be said, then the verbs."""
+        self.commands[self.default].format_options(ctx, formatter)
+        self.format_commands(ctx, formatter)
+
 
 class GroupedOption(click.Option):
     """An option that is shown under a heading of its own."""

@@ -35,7 +35,7 @@ def command(show_all: bool, as_json: bool) -> None:
         click.echo("No deployments. `corral up` starts one.", err=True)
         return
     headings = ["NAME", "STATE", "SINCE", "MODEL", "ENDPOINT", "LOAD" if rows and not shown else "ENGINE"]
-    print_table(headings, [*rows, *map(deployment_row, shown)])
+    print_table(headings, [*rows, *map(deployment_row, shown)], spared=("ENGINE", "MODEL"))
     members_of = [one for fleet in fleets for one in fleet.members]
     told = [(one.name, one.text) for one in fleets if one.state is State.UNKNOWN]
     told += [(one.name, one.text) for one in shown if one.state is State.UNKNOWN]

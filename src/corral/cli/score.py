@@ -135,10 +135,12 @@ def _print_report(report: Any) -> None:
         f"scored {counted(report.fine + report.failed, 'row')} in {duration(report.wall_s)}{earlier}{left}", err=True
     )
     totals = report.summary
-    if "mean_logprob" in totals:
-        perplexity = "too large" if totals["perplexity"] is None else f"{totals['perplexity']:.4g}"
-        mean = f"mean log-probability {totals['mean_logprob']:.4f}"
-        click.echo(f"{counted(totals['tokens'], 'token')}, {mean}, perplexity {perplexity}", err=True)
+    for kind, of in totals.get("kinds", {"": totals}).items():
+        if "mean_logprob" in of:
+            perplexity = "too large" if of["perplexity"] is None else f"{of['perplexity']:.4g}"
+            mean = f"mean log-probability {of['mean_logprob']:.4f}"
+            name = f"{kind}: " if kind else ""
+            click.echo(f"{name}{counted(of['tokens'], 'token')}, {mean}, perplexity {perplexity}", err=True)
     if "accuracy" in totals:
         click.echo(f"accuracy {totals['accuracy']:.1%}, by length {totals['accuracy_norm']:.1%}", err=True)
     if totals["bad"]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import sys
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import click
@@ -88,12 +90,47 @@ async def _live(names: tuple[str, ...], urls: tuple[str, ...], key_file: str | N
     found_s = time.monotonic()
     try:
         await watch.read()
-        while True:
-            await asyncio.sleep(interval_s)
-            if not names and not urls and time.monotonic() - found_s > 5:
-                watch.set(await asyncio.to_thread(_servers, names, urls, key_file))
-                found_s = time.monotonic()
-            screen.draw(screen_lines(await watch.read(), shutil.get_terminal_size().columns))
+        with _leaving() as left:
+            while not await _set_within(left, interval_s):
+                if not names and not urls and time.monotonic() - found_s > 5:
+                    watch.set(await asyncio.to_thread(_servers, names, urls, key_file))
+                    found_s = time.monotonic()
+                screen.draw(screen_lines(await watch.read(), shutil.get_terminal_size().columns))
     finally:
         screen.leave()
         await watch.close()
+
+
+@contextlib.contextmanager
+def _leaving() -> Iterator[asyncio.Event]:
+    """An event that is set when `q` is pressed; never where stdin is no terminal."""
+    left = asyncio.Event()
+    if not sys.stdin.isatty():
+        yield left
+        return
+    import termios
+    import tty
+
+    loop, terminal = asyncio.get_running_loop(), sys.stdin.fileno()
+
+    def read() -> None:
+        pressed = os.read(terminal, 64)
+        if not pressed:
+            loop.remove_reader(terminal)
+        if b"q" in pressed.lower():
+            left.set()
+
+    before = termios.tcgetattr(terminal)
+    tty.setcbreak(terminal, termios.TCSANOW)  # Ctrl-C stays a signal
+    loop.add_reader(terminal, read)
+    try:
+        yield left
+    finally:
+        loop.remove_reader(terminal)
+        termios.tcsetattr(terminal, termios.TCSANOW, before)
+
+
+async def _set_within(event: asyncio.Event, seconds: float) -> bool:
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(event.wait(), seconds)
+    return event.is_set()

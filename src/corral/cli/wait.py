@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from corral.base.errors import LaunchError
 from corral.cli.options import deployment_argument, json_option
 from corral.deploy.deployment.state import State
 from corral.deploy.lifecycle.deployments import Status, status
@@ -23,7 +24,14 @@ def command(name: str | None, as_json: bool) -> None:
     """
     fleet = chosen_fleet(name)
     folder = None if fleet else choose_folder(name)
-    ready = folder is not None and status(folder).state is State.READY  # then there is nothing to show
+    before = status(folder) if folder else None
+    if before and before.state is State.STOPPED:
+        raise LaunchError(
+            f"{before.name!r} is stopped: {before.text or 'it will not become ready'}.",
+            f"Start it again: `corral up {before.model} --name {before.name}`.",
+            name=before.name, state=before.state.value, reason=before.reason.value if before.reason else "",
+        )  # fmt: skip
+    ready = before is not None and before.state is State.READY  # then there is nothing to show
     result: FleetStatus | Status
     with PhaseScreen(quiet=as_json or ready) as screen:
         result = wait_fleet(fleet, screen) if fleet else wait_ready(folder or choose_folder(name), screen)

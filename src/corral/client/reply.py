@@ -154,6 +154,10 @@ class Reply(msgspec.Struct, gc=False):
     status: int
     raw: bytes  # the body, or the events of a stream, one a line
 
+    def __repr__(self) -> str:
+        tokens = f", {self.usage.completion_tokens} tokens" if self.usage else ""
+        return f"<Reply {self.texts if len(self.choices) > 1 else self.text!r}{tokens}, {self.model}>"
+
     @property
     def text(self) -> str:
         return self.choices[0].text

@@ -17,7 +17,7 @@ import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, TypedDict
 
 from corral.base.errors import UsageError
@@ -223,6 +223,14 @@ def check_fields(body: Mapping[str, Any], chat: bool) -> None:
         if known is not None and value is not None and not (chat and _is_whether(name, value)):
             known.checked(value)
     _check_lengths(body)
+
+
+@cache
+def misspelt(name: str) -> str | None:
+    """The sampling parameter that this is a misspelling of, if it is one."""
+    if name in FIELDS or name in STRUCTURED:
+        return None
+    return next(iter(difflib.get_close_matches(name, PARAMETERS, 1, _SLIP)), None)
 
 
 def _checked(name: str, value: Any) -> Any:

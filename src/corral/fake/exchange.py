@@ -51,6 +51,7 @@ class FakeExchange:
         "_break_at",
         "_cached",
         "_context",
+        "_counted",
         "_fault",
         "_instant",
         "_job",
@@ -78,7 +79,7 @@ class FakeExchange:
         self._answers: list[Answer] = []
         self._job: FakeJob | None = None
         self._stream: FakeStream | None = None
-        self._cached, self._break_at, self._instant = 0, -1, False
+        self._cached, self._break_at, self._instant, self._counted = 0, -1, False, 0
         self._parts: list[bytes] = []
 
     def strikes_at_once(self, fault: Fault) -> bool:
@@ -120,7 +121,8 @@ class FakeExchange:
             self._write(_STREAM_HEAD)
 
     def emit(self, step: int, now: int) -> None:
-        """Write the `step`-th token of every choice."""
+        """Count and write the `step`-th token of every choice."""
+        self._count(step)
         stream = self._stream
         if stream is None:
             return
@@ -132,6 +134,12 @@ class FakeExchange:
             self._write(stream.step(step))
         if step - 1 == self._break_at:
             self._break()
+
+    def _count(self, step: int) -> None:
+        """Count the tokens of the steps so far; one wake-up may stand for many steps."""
+        tokens = sum(min(answer.count, step) for answer in self._answers)
+        self._context.metrics.generation_tokens += tokens - self._counted
+        self._counted = tokens
 
     def finish(self, now: int) -> None:
         """Write the end of the answer."""
@@ -223,7 +231,6 @@ class FakeExchange:
         if job is not None:
             tokens = sum(a.count for a in self._answers) if job.step >= job.steps else job.step * job.width
             start, first = job.started_ns, job.first_ns
-            metrics.generation_tokens += tokens
         if finish in metrics.success and job is not None:
             metrics.success[finish] += 1
             metrics.queue.add((start - self.arrival_ns) / 1e9)

@@ -224,7 +224,7 @@ def _speed(chosen: Candidate, inventory: Inventory, tuning: Tuning) -> list[Row]
         ("speed.decode_tokens_per_s", s.decode_tokens_per_s, f"{bound}; {s.basis}"),
         ("speed.prefill_tokens_per_s", s.prefill_tokens_per_s, f"{100 * e.matrix:.0f}% of the dense bf16 rate"
          f" ({100 * e.matrix_fp8:.0f}% in FP8); {s.basis}"),
-        ("speed.throughput_tokens_per_s", s.throughput_tokens_per_s, f"{s.concurrency} requests at once of"
+        ("speed.throughput_tokens_per_s", s.throughput_tokens_per_s, f"{counted(s.concurrency, 'request')} at once of"
          f" {s.prompt_tokens} + {s.output_tokens} tokens; {s.basis}"),
         ("speed.load_s", s.load_s, load_words(s, e.startup_s)),
     ]  # fmt: skip

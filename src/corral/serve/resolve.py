@@ -248,7 +248,7 @@ def _only_deployment(ready: bool) -> str:
     if there:
         raise UsageError(
             f"{len(there)} deployments are ready: {', '.join(there)}.",
-            "Say which: --deployment NAME (`chat` and `top` take just NAME).",
+            "Say which, by its name: `corral chat NAME`, --deployment NAME, or in Python Corral(NAME).",
         )
     states = [f"{one.folder.name} ({one.state})" for chain in chains.values() for one in chain]
     states += [f"{fleet.name} (a fleet)" for fleet in fleets]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,7 @@ class MetricDifference:
     low: float
     high: float
     higher_is_better: bool
+    other_lengths: bool = False  # it rests on the lengths of the answers, and those differ
 
     @property
     def change(self) -> float:
@@ -61,6 +62,8 @@ class MetricDifference:
     def verdict(self) -> str:
         if self.noise:
             return "noise"
+        if self.other_lengths:
+            return "other lengths"
         return "better" if (self.change > 0) == self.higher_is_better else "worse"
 
 
@@ -79,7 +82,21 @@ def compare(a: Side, b: Side) -> list[MetricDifference]:
                 results.append(
                     _difference(f"{name}_{metric}_ms", "ms", a, b, _cut(metric, p), _rank_error(metric, p), False)
                 )
-    return [d for d in results if d.a and d.b]
+    apart = not 1 / _SAME_LENGTH <= answer_tokens(a) / (answer_tokens(b) or 1.0) <= _SAME_LENGTH
+    return [
+        replace(d, other_lengths=apart and (d.name == "request_throughput" or d.name.endswith("e2el_ms")))
+        for d in results
+        if d.a and d.b
+    ]
+
+
+_SAME_LENGTH = 1.05  # mean lengths of answers up to so far apart: what a whole request takes can be compared
+
+
+def answer_tokens(side: Side) -> float:
+    """Mean tokens of an answer."""
+    good = sum(s.completed for s in side.summaries)
+    return sum(s.output_tokens for s in side.summaries) / good if good else 0.0
 
 
 def _cut(metric: str, p: float) -> Callable[[Summary], float]:
@@ -212,9 +229,12 @@ class Comparison:
 
 def compared(one: Path, other: Path) -> Comparison:
     (a, first), (b, second) = _side(one), _side(other)
+    figures = tuple(compare(a, b))
+    lengths = [f"{answer_tokens(side):.1f} tokens" for side in (a, b)]
+    apart = [("answers", *lengths)] if any(one.other_lengths for one in figures) else []
     return Comparison(
-        tuple(compare(a, b)),
-        (*differences(first.fingerprint, second.fingerprint), *_spec_differences(first, second)),
+        figures,
+        (*apart, *differences(first.fingerprint, second.fingerprint), *_spec_differences(first, second)),
         all(len(side.summaries) > 1 for side in (a, b)),
         (first.verdict == "invalid", second.verdict == "invalid"),
     )

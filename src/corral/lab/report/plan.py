@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from corral.base.wording import duration
+from corral.base.wording import counted, duration
 from corral.deploy.profile.drafting import up_command, vllm_command
 from corral.deploy.profile.merging import PlanRequest
 from corral.deploy.profile.profile import Profile
@@ -171,9 +171,7 @@ def _numbers(plan: Plan, columns: int) -> Iterator[str]:
         yield from _row("speed", known, columns)
         return
     yield from _row("one stream", f"about {about(s.decode_tokens_per_s)} tokens/s", columns)
-    together = (
-        f"about {about(s.throughput_tokens_per_s)} tokens/s at {s.concurrency:,} request{'s' * (s.concurrency > 1)}"
-    )
+    together = f"about {about(s.throughput_tokens_per_s)} tokens/s at {counted(s.concurrency, 'request')}"
     yield from _row("together", f"{together} of {s.prompt_tokens} + {s.output_tokens} tokens", columns)
     yield from _row("first token", f"about {seconds(s.ttft_s)} after {s.prompt_tokens} prompt tokens, alone", columns)
     words = f": {load_words(s)}" if s.storage_gb_s else ""

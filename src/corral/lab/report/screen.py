@@ -66,10 +66,14 @@ def event_line(name: str, event: str, text: str) -> str:
 
 
 def print_table(
-    headings: Sequence[str], rows: Sequence[Sequence[str]], left: int | None = None, tail: int = 1
+    headings: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    left: int | None = None,
+    tail: int = 1,
+    spared: Sequence[str] = (),
 ) -> None:
-    """A plain aligned table on stdout, within a terminal's width; nothing is cut off."""
-    for line in tables.table_lines(headings, rows, left, tables.room(), tail=tail):
+    """A plain aligned table on stdout, within a terminal's width; nothing is cut off but the `spared` columns."""
+    for line in tables.table_lines(headings, rows, left, tables.room(), spared, tail):
         click.echo(line)
 
 

@@ -20,7 +20,7 @@ def screen_lines(servers: Sequence[Line], columns: int) -> list[str]:
     shown = HEADINGS if columns >= WIDE else HEADINGS[:-1] if columns >= MEDIUM else NARROW
     rows = [[_cells(line, columns)[heading] for heading in shown] for line in servers]
     tail = 1 if shown[-1] == "MODEL" else 0
-    lines = [*table_lines([SHORT.get(one, one) for one in shown], rows, 1, tail=tail), "Ctrl-C leaves"]
+    lines = [*table_lines([SHORT.get(one, one) for one in shown], rows, 1, tail=tail), "Ctrl-C or q leaves"]
     for line in servers:
         if line.reading is None:
             lines += [click.style(text, fg="red") for text in wrapped(f"{line.name}: {line.problem}", columns - 1)]

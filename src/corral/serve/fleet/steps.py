@@ -184,7 +184,7 @@ def _leaving(fleet: Fleet, one: MemberFacts, since_s: float, now_s: float) -> li
             FleetStep(Act.STOP, one.name, f"its last request has ended, {waited_s:.0f} s after it was told to leave")
         ]
     if waited_s >= DRAIN_MOST_S:
-        left = "an unknown number of requests" if one.running is None else f"{one.running} requests"
+        left = "an unknown number of requests" if one.running is None else counted(one.running, "request")
         return [FleetStep(Act.STOP, one.name, f"it still had {left} {waited_s:.0f} s after it was told to leave")]
     return []
 

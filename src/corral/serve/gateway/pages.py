@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from corral.base.wording import counted
 from corral.node.exposition import GATEWAY, metric_lines
 from corral.serve.gateway.member import Member
 from corral.serve.gateway.pool import ModelPool
@@ -59,9 +60,8 @@ class Figures:
 def summary(figures: Figures) -> str:
     """The figures in two lines."""
     one = figures
-    counts = (
-        f"{one.requests:,} requests, {one.failed} failed, {one.refused} refused, {one.left} left by their clients"
-    )
+    ended = f"{one.failed} failed, {one.refused} refused, {one.left} left by their clients"
+    counts = f"{counted(one.requests, 'request')}, {ended}"
     held = f"{one.held} held (longest {one.longest_hold_s:.1f} s)"
     moves = f"{one.switch_overs} switch-overs, {one.retried} sent again, {held}"
     gaps = f"longest gap {one.longest_gap_s:.2f} s, within one answer {one.longest_stream_gap_s:.2f} s"

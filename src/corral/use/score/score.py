@@ -13,13 +13,13 @@ import contextlib
 import math
 import statistics
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from corral.base.errors import CorralError, DataError, EngineError, UsageError
+from corral.base.errors import CorralError, DataError, UsageError
 from corral.client.client import COMPLETIONS, Client
 from corral.client.errors import MalformedReplyError, PromptTooLongError, RequestError, error_from_status
 from corral.client.fanout import retried, run_workers
@@ -272,7 +272,7 @@ class Scores(Sequence[Score]):
         try:
             import pandas as pd
         except ImportError:
-            raise EngineError("pandas is not installed.", "pip install pandas, or use to_dicts().") from None
+            raise UsageError("pandas is not installed.", "pip install pandas, or use to_dicts().") from None
         return pd.DataFrame(self.to_dicts())
 
     def summary(self) -> dict[str, Any]:
@@ -281,25 +281,36 @@ class Scores(Sequence[Score]):
 
 
 def summary(results: Iterable[Mapping[str, Any]], bad: int) -> dict[str, Any]:
-    """Totals of a run: rows, tokens, mean log-probability per token, perplexity, accuracy where answers are known."""
-    rows = tokens = 0
-    whole = 0.0
+    """Totals of a run: rows, tokens, mean log-probability per token, perplexity, accuracy where answers are known.
+
+    Of rows of several kinds the means are in `kinds`: one perplexity over texts and choices means nothing.
+    """
+    rows: Counter[str] = Counter()
+    tokens: Counter[str] = Counter()
+    whole: dict[str, float] = {}
     rights: list[bool] = []
     norms: list[bool] = []
     for result in results:
-        rows += 1
-        tokens += result["tokens"]
-        whole += result["sum_logprob"]
+        kind = result["kind"]
+        rows[kind] += 1
+        tokens[kind] += result["tokens"]
+        whole[kind] = whole.get(kind, 0.0) + result["sum_logprob"]
         if result.get("correct") is not None:
             rights.append(result["correct"])
             norms.append(result["correct_norm"])
-    totals: dict[str, Any] = {"rows": rows, "bad": bad, "tokens": tokens}
-    if tokens:
-        mean = whole / tokens
-        totals |= {"mean_logprob": mean, "perplexity": math.exp(-mean) if mean > -700 else None}
+    totals: dict[str, Any] = {"rows": rows.total(), "bad": bad, "tokens": tokens.total()}
+    means = {kind: _means(whole[kind] / tokens[kind]) for kind in rows if tokens[kind]}
+    if len(means) > 1:
+        totals["kinds"] = {kind: {"rows": rows[kind], "tokens": tokens[kind], **of} for kind, of in means.items()}
+    else:
+        totals |= next(iter(means.values()), {})
     if rights:
         totals |= {"accuracy": statistics.fmean(rights), "accuracy_norm": statistics.fmean(norms)}
     return totals
+
+
+def _means(mean: float) -> dict[str, float | None]:
+    return {"mean_logprob": mean, "perplexity": math.exp(-mean) if mean > -700 else None}
 
 
 async def score_rows(client: Client, rows: Iterable[Mapping[str, Any]], options: ScoreOptions) -> Scores:

@@ -20,7 +20,7 @@ from corral.base.errors import DataError, UsageError
 from corral.base.record import nearest
 from corral.client.client import CHAT, COMPLETIONS
 from corral.client.pooling import EMBEDDINGS, NEEDED, RERANK, SCORE, embed_body
-from corral.client.sampling import FIELDS, body_fields, check_fields, parse_cell, with_length
+from corral.client.sampling import FIELDS, body_fields, check_fields, misspelt, parse_cell, with_length
 from corral.use.batch.input.rows import decode_row
 
 OPENAI, PLAIN, AUTO = "openai", "plain", "auto"
@@ -129,6 +129,7 @@ class Recipe:
             return self._other(identity, path, dict(body), row, models)
         whole = {**body_fields(self.params, path == CHAT), **body} if self.params else dict(body)
         check_fields(whole, path == CHAT)
+        _refuse_misspelt(whole)
         if whole.get("stream"):
             raise DataError("asks for a stream; batches do not stream")
         if path == CHAT:
@@ -202,6 +203,8 @@ class Recipe:
         """The columns of a row that are parameters."""
         if not self.row_params:
             return {}
+        if self.template is None:
+            _refuse_misspelt(row)
         params = {name: row[name] for name in row.keys() & FIELDS.keys() if row[name] is not None}
         if not self.text_cells:
             return params
@@ -244,6 +247,13 @@ class Recipe:
             if isinstance(value, (str, int)) and not isinstance(value, bool) and value != "":
                 return str(value)
         return f"row-{line}"
+
+
+def _refuse_misspelt(row: Mapping[str, Any]) -> None:
+    """A misspelt parameter would be ignored by the server, in silence."""
+    for name in row:
+        if known := misspelt(name):
+            raise DataError(f"has an unknown parameter {name!r} (did you mean {known!r}?)")
 
 
 def _check_messages(messages: Any) -> None:
