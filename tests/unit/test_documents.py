@@ -86,7 +86,7 @@ def test_every_decision_is_listed() -> None:
 
 def test_the_readme_tree_names_real_files() -> None:
     """At its left edge; `test_layers` compares the rooms."""
-    tree = (ROOT / "README.md").read_text().split("## The tree")[1].split("## ")[0]
+    tree = (ROOT / "CONTRIBUTING.md").read_text().split("## The tree")[1].split("## ")[0]
     names = re.findall(r"^([a-z][\w./]*)  ", tree, re.MULTILINE)
     assert "src/corral/" in names
     assert [name for name in names if not (ROOT / name).exists()] == []

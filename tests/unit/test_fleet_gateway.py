@@ -71,6 +71,7 @@ def test_a_fleet_has_one_name_and_changes_its_size_under_streams(answering: Corr
     done = answering(*up, FAKE_RATE="40")
     assert done.code == 0, done.err
     assert "herd is ready: 2 members behind one address" in done.out
+    assert done.out.index("corral chat herd") < done.out.index("corral console") < done.out.index("curl:")
     endpoint = resolve("herd")
     assert endpoint.key() == open_fleet("herd").key.read_text().strip()
     assert resolve().base_url == endpoint.base_url  # its members do not make it ambiguous

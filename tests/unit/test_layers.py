@@ -133,7 +133,7 @@ def test_nothing_lies_beside_the_rooms() -> None:
 
 
 def test_the_readme_shows_every_room_and_its_packages() -> None:
-    tree = (ROOT / "README.md").read_text(encoding="utf-8").partition("## The tree")[2]
+    tree = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("## The tree")[2]
     shown = re.findall(r"^ {2,4}([a-z_]+)/  ", tree.partition("tests/unit/")[0], re.MULTILINE)
     packages = [path.parent.name for room in ROOMS for path in sorted((SOURCE / room).glob("*/__init__.py"))]
     assert sorted(shown) == sorted([*ROOMS, *packages])

@@ -276,7 +276,7 @@ def test_a_chat_in_a_terminal(tmp_path: Path) -> None:
         terminal.type("and \\\n")
         terminal.until("… ")
         terminal.type("this 🎉\n")
-        terminal.until("token limit")
+        assert re.search(r"\(4 tokens, [\d,.]+ tok/s\)", terminal.until("token limit"))
         terminal.type(f"/save {tmp_path}/t.json\n")
         terminal.until("saved 4 messages")
         terminal.until("› ")

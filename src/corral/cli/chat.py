@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from corral.base.errors import CorralError
+from corral.base.wording import counted
 from corral.cli.complete import show_views, shown
 from corral.cli.options import deployment_argument, sampling_options, server_options, taken_sampling
 from corral.lab.report.screen import explain_error
 
 if TYPE_CHECKING:
+    from corral.client.reply import Reply
     from corral.use.llm.conversation import Conversation
     from corral.use.llm.llm import LLM
 
@@ -117,6 +119,15 @@ def _answer_with_probabilities(llm: LLM, talk: Conversation) -> None:
     talk.answered(reply.text)
 
 
+def _speed(reply: Reply) -> str:
+    """How fast an answer came: its tokens, and how many of them a second after the first."""
+    tokens, timing = (reply.usage and reply.usage.completion_tokens) or 0, reply.timing
+    if tokens < 2 or len(timing.chunk_ns) < 2:
+        return f"({counted(tokens, 'token')})"
+    seconds = (timing.chunk_ns[-1] - timing.chunk_ns[0]) / 1e9
+    return f"({tokens:,} tokens, {(tokens - 1) / max(seconds, 1e-9):,.1f} tok/s)"
+
+
 def _stream_answer(llm: LLM, talk: Conversation) -> None:
     parts: list[str] = []
     thinking = False
@@ -144,6 +155,8 @@ def _stream_answer(llm: LLM, talk: Conversation) -> None:
         explain_error(error)
     else:
         click.echo()
+        if stream.reply is not None and sys.stdin.isatty():
+            click.echo(click.style(_speed(stream.reply), dim=True), err=True)
         if stream.reply is not None and stream.reply.finish_reason == "length":
             click.echo(click.style("(stopped at the token limit)", dim=True), err=True)
     if parts:

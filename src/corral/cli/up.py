@@ -26,7 +26,7 @@ from corral.cli.options import (
     runtime_options,
     target_options,
 )
-from corral.cli.up_fleet import bring_up_fleet, checked, curl_lines
+from corral.cli.up_fleet import bring_up_fleet, checked, curl_lines, next_lines
 from corral.client.client import CHAT, Client
 from corral.client.endpoint import Endpoint
 from corral.deploy.deployment.diagnosis import last_lines
@@ -464,6 +464,7 @@ def summary(status: deployments.Status, endpoint: Endpoint, answer: str) -> str:
         lines += ["", f"  asked     {FIRST_QUESTION}", f"  answered  {' '.join(answer.split())}"]
     lines += [
         "",
+        *((*next_lines(status.name), "") if status.task == "generate" else ()),
         *curl_lines(endpoint, status.task),
         "",
         *_python_lines(endpoint, status.task),

@@ -79,6 +79,14 @@ _FIRST: dict[str, tuple[str, dict[str, object]]] = {
 }  # fmt: skip
 
 
+def next_lines(name: str) -> list[str]:
+    """The two commands with which most people go on."""
+    return [
+        f"  corral chat {shlex.quote(name)}    talk with it in this terminal",
+        "  corral console    everything on one page in the browser",
+    ]
+
+
 def curl_lines(endpoint: Endpoint, task: str = "generate") -> list[str]:
     """How a shell asks a server its first question."""
     key = f'    -H "Authorization: Bearer $(cat {shlex.quote(endpoint.key_file or "")})"'
@@ -106,6 +114,8 @@ def _summary(found: FleetStatus, answer: str) -> str:
     if answer:
         lines += ["", f"  answered  {' '.join(answer.split())}"]
     lines += [
+        "",
+        *next_lines(found.name),
         "",
         *curl_lines(endpoint),
         "",
