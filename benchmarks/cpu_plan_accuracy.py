@@ -21,7 +21,7 @@ PROMPT, OUTPUT = 128, 128
 
 
 def planned(model: str, fixed: list[str], running: int) -> Any:
-    words = ["--concurrency", str(running), "--prompt", str(PROMPT), "--output", str(OUTPUT)]
+    words = ["--concurrency", str(running), "--input-len", str(PROMPT), "--output-len", str(OUTPUT)]
     return corral_json("plan", model, *words, *fixed, "--json")
 
 

@@ -63,6 +63,10 @@ def test_up_use_down(corral: Corral) -> None:
     assert not launched(corral, "tiny")
     assert typed("status", "tiny", "--json").json()["reason"] == "requested"
     assert typed("down", "tiny").out.strip() == "tiny: was not running"
+    waited = typed("wait", "tiny")
+    assert waited.code == 8
+    assert "Starting" not in waited.err  # its start is not told again
+    assert "`corral up` starts it again" in waited.err
     folder = corral.home / "corral" / "deployments" / "tiny"
     for path in folder.rglob("*"):
         assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, f"others can read {path}"

@@ -124,7 +124,7 @@ BAD = [
     (["llama-3.1-8b", "--nodes", "2"], 2, "--nodes needs --gpus"),
     (["llama-3.1-8b", "--gpus", "H100", "--context", "-5"], 2, "'-5' is not a number of tokens"),
     (["llama-3.1-8b", "--gpus", "H100", "--price", "-1"], 2, "the price of a GPU hour cannot be -1."),
-    (["llama-3.1-8b", "--gpus", "H100", "--prompt", "0"], 2, "the length of a prompt cannot be 0."),
+    (["llama-3.1-8b", "--gpus", "H100", "--input-len", "0"], 2, "the length of a prompt cannot be 0."),
     (["llama-3.1-8b", "--gpus", "H100", "--set", "tensr=4"], 2, "'tensr' is not a field"),
     (["llama-3.1-8b", "--gpus", "H100", "--set", "tensor"], 2, "is not key=value"),
     (["llama-3.1-8b", "--gpus", "H100", "--set", "tensor=four"], 2, "tensor must be a whole number"),

@@ -317,7 +317,7 @@ def test_plan_on_a_profile(corral: Command) -> None:
     assert (plan["inventory"]["nodes"], plan["inventory"]["link"]) == (2, "ethernet-100")
     assert plan["parallel"] == {"tensor": 8, "pipeline": 2, "data": 1, "expert": False}
     assert plan["max_model_len"] == 8192
-    flags = ("--nodes", "4", "--link", "ib-ndr", "--set", "pipeline=4", "--context", "4096")
+    flags = ("--nodes", "4", "--network", "ib-ndr", "--set", "pipeline=4", "--context", "4096")
     plan = json.loads(corral("plan", "--on", "mine", "--offline", "--json", *flags)[1])
     assert (plan["inventory"]["nodes"], plan["inventory"]["link"]) == (4, "ib-ndr")
     assert plan["parallel"]["pipeline"] == 4

@@ -66,6 +66,33 @@ class GroupedOption(click.Option):
         self.heading = heading
 
 
+class RenamedOption(click.Option):
+    """An option that also takes a spelling of earlier releases, and then names the new one on stderr."""
+
+    def __init__(self, *args: Any, was: str, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.was = was
+
+    def add_to_parser(self, parser: Any, ctx: click.Context) -> None:
+        super().add_to_parser(parser, ctx)
+        parser._long_opt[self.was] = _OldSpelling(parser._long_opt[self.opts[0]], self.was)
+
+
+class _OldSpelling:
+    """The parser's part of an option under another name."""
+
+    def __init__(self, option: Any, was: str) -> None:
+        self._option, self._was = option, was
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._option, name)
+
+    def process(self, value: Any, state: Any) -> None:
+        new = self._option.obj.opts[0]
+        click.echo(f"corral: {self._was} is now {new}; the next release no longer takes {self._was}", err=True)
+        self._option.process(value, state)
+
+
 class GroupedCommand(click.Command):
     """A command whose page shows examples first, and its options under headings.
 

@@ -13,6 +13,7 @@ import click
 from corral.base.errors import BARELY_FITS, CorralError, DoesNotFitError, UncountedError, UsageError
 from corral.base.home import home_dir
 from corral.base.record import dump_json, to_json
+from corral.cli.help_pages import RenamedOption
 from corral.cli.options import TokenCount
 from corral.deploy.profile.merging import (
     PlanRequest,
@@ -42,7 +43,8 @@ from corral.plan.settings import parse_assignments, refuse_flags
 @click.option("--on", "on", metavar="PROFILE", envvar="CORRAL_PROFILE", help="Hardware and defaults of a profile.")
 @click.option("--gpus", metavar="NxKIND", help="Hardware, for example 8xH100 (default: this machine's own).")
 @click.option("--nodes", type=int, metavar="N", help="Equal nodes of that hardware.")
-@click.option("--link", type=click.Choice(list(LINKS)), help="Between nodes (default: ib-ndr).")
+@click.option("--network", "link", cls=RenamedOption, was="--link", type=click.Choice(list(LINKS)),
+              help="Between nodes (default: ib-ndr).")  # fmt: skip
 @click.option(
     "--context", type=TokenCount(), help="Longest request: 32768, or 32k (default: the model's own, if it fits)."
 )
@@ -51,10 +53,26 @@ from corral.plan.settings import parse_assignments, refuse_flags
     "--goal", type=click.Choice(["balanced", "latency", "throughput"]), help="What comes first (default: balanced)."
 )
 @click.option(
-    "--prompt", "prompt_tokens", type=int, default=512, show_default=True, help="Prompt tokens of a request."
+    "--input-len",
+    "prompt_tokens",
+    cls=RenamedOption,
+    was="--prompt",
+    type=int,
+    default=512,
+    show_default=True,
+    metavar="N",
+    help="Prompt tokens of a request.",
 )
 @click.option(
-    "--output", "output_tokens", type=int, default=256, show_default=True, help="Output tokens of a request."
+    "--output-len",
+    "output_tokens",
+    cls=RenamedOption,
+    was="--output",
+    type=int,
+    default=256,
+    show_default=True,
+    metavar="N",
+    help="Output tokens of a request.",
 )
 @click.option("--replicas", type=click.IntRange(1, 1000), metavar="N",
               help="N replicas: in one engine, or as N servers behind one address, and why.")  # fmt: skip

@@ -15,7 +15,7 @@ from corral.base.files import write_atomic
 from corral.base.record import to_json
 from corral.base.wording import counted
 from corral.cli.bench_options import arrival_options, lengths_options
-from corral.cli.help_pages import DefaultVerbGroup, GroupedCommand
+from corral.cli.help_pages import DefaultVerbGroup, GroupedCommand, RenamedOption
 from corral.cli.options import Duration, context_option, fixed_option, json_option, price_option
 from corral.lab.bench.spec import LoadShape, Slo, Workload, parse_slos
 from corral.lab.report import tables
@@ -93,11 +93,11 @@ def _slos(text: str | None) -> tuple[Slo, ...]:
 
 
 @command.command("run", cls=GroupedCommand, examples=EXAMPLES, headings={
-    "The server": ("--from", "--model", "--gpus", "--nodes", "--link", "--context", "--set", "--offline"),
+    "The server": ("--from", "--model", "--gpus", "--nodes", "--network", "--context", "--set", "--offline"),
     "The load": ("--trace", "--trace-speed", "--dataset", "--num-prompts", "--input-len", "--output-len",
                  "--range-ratio", "--prefix-len", "--num-prefixes", "--turns", "--request-rate", "--concurrency",
                  "--arrival", "--burstiness", "--seed"),
-    "The fleet": ("--replicas", "--policy", "--autoscale", "--slo", "--price"),
+    "The fleet": ("--replicas", "--route", "--autoscale", "--slo", "--price"),
     "Output": ("-o", "--json", "--help"),
 })  # fmt: skip
 @click.option(
@@ -106,7 +106,8 @@ def _slos(text: str | None) -> tuple[Slo, ...]:
 @click.option("--model", help="A model, served as its plan says, by the planner's roofline.")
 @click.option("--gpus", metavar="NxKIND", help="Hardware of one replica, for example 8xH100.")
 @click.option("--nodes", type=int, metavar="N", help="Equal nodes of that hardware, for one replica.")
-@click.option("--link", type=click.Choice(list(LINKS)), default="ib-ndr", show_default=True, help="Between nodes.")
+@click.option("--network", "link", cls=RenamedOption, was="--link", type=click.Choice(list(LINKS)), default="ib-ndr",
+              show_default=True, help="Between nodes.")  # fmt: skip
 @context_option
 @fixed_option("assignments")
 @click.option("--offline", is_flag=True, help="Do not ask the Hugging Face hub.")
@@ -128,7 +129,8 @@ def _slos(text: str | None) -> tuple[Slo, ...]:
 @click.option("--seed", type=int, default=0, show_default=True, help="Of lengths and times.")
 @click.option("--replicas", default="1", show_default=True, metavar="N|A..B",
               help="Servers behind one gateway; of A..B, the fewest that meet --slo.")  # fmt: skip
-@click.option("--policy", type=click.Choice(list(POLICIES)), default="prefix", show_default=True,
+@click.option("--route", "policy", cls=RenamedOption, was="--policy", type=click.Choice(list(POLICIES)),
+              default="prefix", show_default=True,
               help="How the gateway chooses.")  # fmt: skip
 @click.option("--autoscale", "lead_s", type=Duration(at_least_s=1), metavar="DURATION",
               help="Follow the load between A and B replicas; a further one serves after so long.")  # fmt: skip
@@ -256,7 +258,7 @@ def _server(options: dict[str, Any]) -> SimServer:
 
 
 def _goal(options: dict[str, Any]) -> Goal:
-    """The server is planned for its requests, as by `corral plan --prompt --output`."""
+    """The server is planned for its requests, as by `corral plan --input-len --output-len`."""
     goal = Goal(context=options["context"], concurrency=options["concurrency"])
     if options["trace"]:
         return goal

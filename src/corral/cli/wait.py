@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 import click
 
 from corral.base.errors import LaunchError
@@ -28,7 +30,7 @@ def command(name: str | None, as_json: bool) -> None:
     if before and before.state is State.STOPPED:
         raise LaunchError(
             f"{before.name!r} is stopped: {before.text or 'it will not become ready'}.",
-            f"Start it again: `corral up {before.model} --name {before.name}`.",
+            f"`corral up` starts it again; `corral events {shlex.quote(before.name)}` tells what happened.",
             name=before.name, state=before.state.value, reason=before.reason.value if before.reason else "",
         )  # fmt: skip
     ready = before is not None and before.state is State.READY  # then there is nothing to show

@@ -109,7 +109,7 @@ class HardwareKeys:
     nodes: int | None = key(
         "equal nodes, where the target's own table does not say how many", None, at_least(1, 4096), 1
     )
-    link: str | None = key("between the nodes, as `corral plan --link` knows it", None, one_of(*LINKS), "ib-ndr")
+    link: str | None = key("between the nodes, as `corral plan --network` knows it", None, one_of(*LINKS), "ib-ndr")
     cpu_cores: int | None = key("CPU cores of one node, for plans", None, at_least(1), 96)
     memory_gib: float | None = key("host memory of one node in GiB, for plans", None, at_least(0.5), 1024.0)
 
