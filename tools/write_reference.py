@@ -42,7 +42,7 @@ def help_texts(command: click.Command, parent: click.Context, name: str) -> Iter
     if isinstance(command, click.Group):
         for below in command.list_commands(context):
             found = command.get_command(context, below)
-            if found and not found.hidden:
+            if found and not found.hidden and below != getattr(command, "default", None):  # its options are above
                 yield from help_texts(found, context, below)
 
 
