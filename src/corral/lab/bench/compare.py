@@ -231,7 +231,7 @@ def compared(one: Path, other: Path) -> Comparison:
     (a, first), (b, second) = _side(one), _side(other)
     figures = tuple(compare(a, b))
     lengths = [f"{answer_tokens(side):.1f} tokens" for side in (a, b)]
-    apart = [("answers", *lengths)] if any(one.other_lengths for one in figures) else []
+    apart = [("answers", lengths[0], lengths[1])] if any(one.other_lengths for one in figures) else []
     return Comparison(
         figures,
         (*apart, *differences(first.fingerprint, second.fingerprint), *_spec_differences(first, second)),
