@@ -34,7 +34,7 @@ def test_the_reference_is_what_help_prints(clean_home: Path) -> None:
 
 def test_a_page_has_the_very_text_of_help(tool: ModuleType, clean_home: Path) -> None:
     program = f"import click; click.formatting.FORCED_WIDTH = {tool.WIDTH}; from corral.cli import main; main()"
-    for words in (["scale"], ["batch", "run"], ["gateway", "key", "add"]):
+    for words in (["scale"], ["batch", "check"], ["gateway", "key", "add"]):
         argv = [sys.executable, "-c", program, *words, "--help"]
         printed = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=60).stdout
         (page,) = [text for name, text in tool.pages().items() if f"## `corral {' '.join(words)}`\n" in text]
