@@ -75,6 +75,18 @@ def test_two_tunnels_that_open_later_get_two_ports(monkeypatch: pytest.MonkeyPat
     assert near_port(promised) == promised
 
 
+def test_a_promise_that_cannot_be_read_now_may_be_for_any_port(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CORRAL_HOME", str(tmp_path))
+    folder = DeploymentFolder.of("one")
+    folder.create()
+    folder.record.write_text("{}")
+    folder.endpoint.mkdir()  # as a stale handle: it is there, and reading it fails
+    port = free_port()
+    assert near_port(port) != port
+
+
 def test_a_port_held_for_a_tunnel_is_let_go_without_a_warning(tmp_path: Path) -> None:
     script = "from corral.deploy.targets.ssh import near_port; print(near_port(0))"
     command = [sys.executable, "-X", "dev", "-c", script]

@@ -325,7 +325,12 @@ def near_port(first: int) -> int:
 
     This process reserves it until it ends; beyond that, the endpoint in the deployment's folder promises it.
     """
-    promised = {port for folder in all_folders() if (port := _promised_port(folder))}
+    promised: set[int | None] = set()
+    for folder in all_folders():
+        try:
+            promised.add(_promised_port(folder))
+        except OSError:
+            first = 0  # it may have promised that one; a port chosen at random it hardly has
     for _ in range(100):
         port = free_port("127.0.0.1", first=0 if first in promised else first)
         held = None if port in promised else reserve(port, NEAR)
@@ -337,8 +342,8 @@ def near_port(first: int) -> int:
 
 
 def _promised_port(folder: DeploymentFolder) -> int | None:
-    """The port at which a deployment that has not ended is, or will be, reached from here."""
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError, CorralError):
+    """The port at which a deployment that has not ended is, or will be, reached from here; None where it has none."""
+    with contextlib.suppress(FileNotFoundError, ValueError, TypeError, KeyError, AttributeError, CorralError):
         url = parse_json(folder.endpoint.read_bytes(), str(folder.endpoint))["base_url"]
         last = last_state(folder.rank(0).events)
         return None if last and last.get("state") in ENDED else urlsplit(url).port
