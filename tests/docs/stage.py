@@ -55,7 +55,7 @@ PORTS = re.compile(r"\b(?:8000|18123)\b")
 # verbs about a deployment, which is there when they are typed
 ABOUT_ONE = ("status", "wait", "logs", "events", "env", "down", "chat", "top", "tunnel", "proxy")
 # what serves, or shows, until it is stopped
-LASTING = re.compile(r"corral (fake-server|proxy|tunnel|batch serve|logs \S+ -f|top$)")
+LASTING = re.compile(r"corral (fake-server|proxy|tunnel|console|batch serve|logs \S+ -f|top$)")
 ON_CPU = {"CUDA_VISIBLE_DEVICES": ""}
 SMI = """case "$*" in
     *query-gpu=name*) for n in 0 1 2 3 4 5 6 7; do echo 'NVIDIA H100 80GB HBM3, 81559, 580.1'; done ;;
