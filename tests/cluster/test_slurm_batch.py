@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -60,6 +61,8 @@ class Login:
 
     def batch(self, name: str, *arguments: str, rate: int, time_limit: str = "10:00", count: int = ROWS) -> Path:
         given, output = self.rows(name, count)
+        for left in self.folder.glob(f"{output.name}*"):  # of a first try of the same test
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
         words = ["batch", given, "-o", str(output), "--model", str(self.model), *SMALL, "--time", time_limit]
         done = self.corral(*words, "--concurrency", "32", *arguments, rate=rate)
         assert done.returncode == 0, done.stderr
@@ -129,7 +132,7 @@ def test_what_cannot_work_is_refused_before_it_is_queued(login: Login) -> None:
 
 
 def test_two_jobs_share_a_batch_and_end_themselves(login: Login) -> None:
-    output = login.batch("pair", "--jobs", "2", "--slurm", "exclude=n1", rate=60, count=1200)
+    output = login.batch("pair", "--jobs", "2", "--slurm", "exclude=n1", rate=20, count=1200)
     now = login.wait(output, lambda now: len(now["runners"]) == 2 and now["fine"] > 0)
     assert [job["state"] for job in now["jobs"]] == ["running", "running"]
     again = login.corral("batch", "resume", str(output), "--jobs", "2")

@@ -161,6 +161,7 @@ class Slurm:
             "ReturnToService": "2",
             "KillWait": "2",
             "SlurmdTimeout": "6",
+            "MinJobAge": "3600",  # tests ask for jobs that ended long before, on a busy machine
             "SlurmctldTimeout": "10",
             "PropagateResourceLimits": "NONE",
             "TreeWidth": "64",
