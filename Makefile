@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 test: .venv/.test-installed  ## everything a change must pass: all tiers, the waiting ones side by side
 	$(call INSTALL)
 	$(PYTHON) tools/side_by_side.py e2e docs
-	$(PYTHON) tools/side_by_side.py cluster lint,fuzz,hostile,collect,engine,clients
+	$(PYTHON) tools/side_by_side.py cluster lint,fuzz,hostile,collect,engine
 	$(MAKE) --no-print-directory unit integration
 
 help:  ## this list
