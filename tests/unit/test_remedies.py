@@ -82,6 +82,7 @@ FEWER: dict[str, tuple[str, ...]] = {
     "Give --request-rate and ": ("bench run",),
     "Name a folder on shared storage ": ("pull",),
     "Name a folder on the nodes' own disks ": ("pull",),
+    "Say which, by its name: ": tuple(verb for verb in USES if verb not in ("chat", "top")),  # they take a name
     "Say which: --model ": ("complete", "chat", "score", "batch run", "bench run", "bench search", "bench sweep"),
 }
 # remedies that are no error's: tables of diagnoses, of SLURM's words, of flags
