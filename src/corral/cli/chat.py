@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from corral.base.errors import CorralError
 from corral.base.wording import counted
-from corral.cli.complete import show_views, shown
+from corral.cli.complete import show_views
 from corral.cli.options import deployment_argument, sampling_options, server_options, taken_sampling
 from corral.lab.report.screen import explain_error
 
@@ -25,15 +26,27 @@ if TYPE_CHECKING:
 @deployment_argument
 @click.option("--system", metavar="TEXT", help="System message.")
 @click.option("--load", metavar="FILE", help="Go on with a conversation that /save wrote.")
+@click.option(
+    "--image",
+    "images",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="A picture for the first message (PNG, JPEG, GIF or WebP); repeatable.",
+)
+@click.option("--thoughts", is_flag=True, help="Show what the model thinks before it answers.")
 @server_options
 @sampling_options
-def command(name: str | None, system: str | None, load: str | None, **given: Any) -> None:
+def command(
+    name: str | None, system: str | None, load: str | None, images: tuple[Path, ...], thoughts: bool, **given: Any
+) -> None:
     """Talk with NAME, or with the only model that is ready.
 
     /help lists the commands; Ctrl-C stops an answer, Ctrl-D ends the conversation. Without a terminal, every line of
     standard input is one message.
     """
-    from corral.serve.resolve import resolve
+    from corral.deploy.lifecycle.deployments import plan_of
+    from corral.serve.resolve import deployment_behind, resolve
     from corral.use.llm.conversation import Conversation, check_chat
     from corral.use.llm.llm import LLM
 
@@ -44,13 +57,22 @@ def command(name: str | None, system: str | None, load: str | None, **given: Any
         talk.enter(f"/load {load}")
         talk.system = system or talk.system
     endpoint = resolve(name, url=given["url"], key_file=given["key_file"], model=given["model"])
+
+    def only_text() -> bool:
+        folder = deployment_behind(endpoint)
+        plan = plan_of(folder) if folder else None
+        return plan is not None and plan.model.only_text
+
+    talk.only_text = only_text
+    for image in images:
+        talk.add_image(image)
     with LLM(endpoint) as llm:
         if sys.stdin.isatty():
             click.echo(click.style(f"{endpoint.model} at {endpoint.root}    /help, Ctrl-D ends", dim=True), err=True)
-        _talk(llm, talk)
+        _talk(llm, talk, thoughts)
 
 
-def _talk(llm: LLM, talk: Conversation) -> None:
+def _talk(llm: LLM, talk: Conversation, show_thoughts: bool) -> None:
     while True:
         try:
             line = _read_line()
@@ -69,7 +91,7 @@ def _talk(llm: LLM, talk: Conversation) -> None:
         if turn.end:
             return
         if turn.ask:
-            _answer(llm, talk)
+            _answer(llm, talk, show_thoughts)
 
 
 def _read_line() -> str:
@@ -99,11 +121,11 @@ def _piped() -> str:
     return line.rstrip("\r\n")
 
 
-def _answer(llm: LLM, talk: Conversation) -> None:
+def _answer(llm: LLM, talk: Conversation, show_thoughts: bool) -> None:
     if talk.sampling.get("logprobs") is not None:
         _answer_with_probabilities(llm, talk)
     else:
-        _stream_answer(llm, talk)
+        _stream_answer(llm, talk, show_thoughts)
 
 
 def _answer_with_probabilities(llm: LLM, talk: Conversation) -> None:
@@ -128,38 +150,38 @@ def _speed(reply: Reply) -> str:
     return f"({tokens:,} tokens, {(tokens - 1) / max(seconds, 1e-9):,.1f} tok/s)"
 
 
-def _stream_answer(llm: LLM, talk: Conversation) -> None:
-    parts: list[str] = []
-    thinking = False
-    stream = None
+def _stream_answer(llm: LLM, talk: Conversation, show_thoughts: bool) -> None:
+    from corral.client.client import CHAT
+    from corral.client.sampling import request_fields
+    from corral.lab.report.answer import AnswerScreen
+    from corral.use.llm.llm import Stream
+
+    screen, broken = AnswerScreen(show_thoughts), True
+    usage = {"include_usage": True, "continuous_usage_stats": True}  # how long a thought is
+    fields = request_fields(talk.sampling, chat=True)
+    stream = Stream(llm.aio.client.stream_sync(CHAT, {"messages": talk.to_send(), **fields, "stream_options": usage}))
     try:
-        stream = llm.stream(talk.to_send(), **talk.sampling)
         for piece in stream:
-            if piece.reasoning:
-                thinking = True
-                click.echo(click.style(shown(piece.reasoning), dim=True), nl=False)
-            if piece.text:
-                if thinking:
-                    click.echo("\n")
-                    thinking = False
-                parts.append(piece.text)
-                click.echo(shown(piece.text), nl=False)
-            sys.stdout.flush()
+            screen.add(piece)
+        broken = False
     except KeyboardInterrupt:
-        if stream is not None:
-            stream.close()
-        click.echo(click.style(" (stopped)", dim=True), err=True)
+        stream.close()
+        screen.end(broken)
+        click.echo(click.style("(stopped)", dim=True), err=True)
     except CorralError as error:
-        if parts:
-            click.echo()
+        screen.end(broken)
         explain_error(error)
     else:
-        click.echo()
-        if stream.reply is not None and sys.stdin.isatty():
-            click.echo(click.style(_speed(stream.reply), dim=True), err=True)
-        if stream.reply is not None and stream.reply.finish_reason == "length":
-            click.echo(click.style("(stopped at the token limit)", dim=True), err=True)
-    if parts:
-        talk.answered("".join(parts))
+        screen.end()
+        _note_end(stream.reply)
+    if screen.texts or (screen.calls and not broken):
+        talk.answered("".join(screen.texts), () if broken else screen.calls)
     else:
         talk.unanswered()
+
+
+def _note_end(reply: Reply | None) -> None:
+    if reply is not None and sys.stdin.isatty():
+        click.echo(click.style(_speed(reply), dim=True), err=True)
+    if reply is not None and reply.finish_reason == "length":
+        click.echo(click.style("(stopped at the token limit)", dim=True), err=True)

@@ -56,6 +56,8 @@ def _tool_call(text: str) -> tuple[str, str]:
     "--tool-call", "tool_calls", multiple=True, metavar="NAME=JSON",
     help="Answer a chat that has tools with this call; repeatable, the next one once the result is there.",
 )  # fmt: skip
+@click.option("--answer", default="", metavar="TEXT", help="Answer everything with this text.")
+@click.option("--thoughts", default=0, metavar="N", help="Send the first N tokens of a chat answer as `reasoning`.")
 @click.option("--no-prefix-cache", is_flag=True, help="No prefix-cache hits.")
 @click.option(
     "--fault", "faults", multiple=True, metavar="KIND[:k=v,…]", help="Something that goes wrong; repeatable."
@@ -82,7 +84,7 @@ def command(**settings: Any) -> int:
         prefill_tokens_per_s=settings["prefill_rate"],
         **{name: settings[name] for name in rates},
     )
-    same = ("model", "host", "port", "max_model_len", "key_file", "log", "seed", "control")
+    same = ("model", "host", "port", "max_model_len", "key_file", "log", "seed", "control", "answer", "thoughts")
     options = FakeOptions(
         **{name: settings[name] for name in same},
         answer_tokens=_answer_tokens(settings["answer_tokens"]),

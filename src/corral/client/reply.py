@@ -73,6 +73,15 @@ class Timing(msgspec.Struct, gc=False):
         return (self.done_ns - self.sent_ns) / 1e9
 
 
+class ToolCall(msgspec.Struct, gc=False):
+    """A call of a tool, or one streamed part of it; its arguments are the text that the model wrote."""
+
+    index: int
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
 class Choice(msgspec.Struct, gc=False):
     """One answer of a reply."""
 
@@ -85,7 +94,8 @@ class Choice(msgspec.Struct, gc=False):
     logprobs: Any = None  # as the server sent them
     prompt_logprobs: Any = None
     asked_top: int | None = None
-    message: Any = None  # of a chat answer that was not streamed: tool calls and the like
+    message: Any = None  # of a chat answer that was not streamed, as the server sent it
+    tool_calls: list[ToolCall] = []
 
     @property
     def tokens(self) -> tuple[Token, ...]:
@@ -189,6 +199,12 @@ class _Message(msgspec.Struct, gc=False):
     content: str | None = None
     role: str | None = None
     reasoning: str | None = None
+    reasoning_content: str | None = None  # the same, as older servers call it
+    tool_calls: Any = None
+
+    @property
+    def thought(self) -> str | None:
+        return self.reasoning or self.reasoning_content
 
 
 class _Choice(msgspec.Struct, gc=False):
@@ -220,6 +236,8 @@ class Piece(msgspec.Struct, gc=False):
     finish_reason: str | None
     at_ns: int
     reasoning: str | None = None
+    tool_calls: list[ToolCall] = []
+    tokens: int | None = None  # of the answer so far, where the stream says (`continuous_usage_stats`)
 
 
 _BODY = msgspec.json.Decoder(_Body)
@@ -237,10 +255,25 @@ def read_piece(event: bytes, at_ns: int) -> list[Piece]:
     for choice in body.choices or ():
         delta = choice.delta
         text = choice.text if delta is None else delta.content
-        thought = delta.reasoning if delta else None
-        if text or thought or choice.finish_reason:
-            pieces.append(Piece(choice.index, text or "", choice.finish_reason, at_ns, thought))
+        thought = delta.thought if delta else None
+        calls = _tool_calls(delta.tool_calls) if delta else []
+        if text or thought or calls or choice.finish_reason:
+            tokens = body.usage.completion_tokens if body.usage else None
+            pieces.append(Piece(choice.index, text or "", choice.finish_reason, at_ns, thought, calls, tokens))
     return pieces
+
+
+def _tool_calls(value: Any) -> list[ToolCall]:
+    """The calls of a message, or their parts in a streamed one; what is no call is left out."""
+    calls = []
+    for number, one in enumerate(value if isinstance(value, list) else ()):
+        function = one.get("function") if isinstance(one, dict) else None
+        if isinstance(function, dict):
+            index = one.get("index")
+            texts = (text if isinstance(text, str) else "" for text in
+                     (one.get("id"), function.get("name"), function.get("arguments")))  # fmt: skip
+            calls.append(ToolCall(index if isinstance(index, int) else number, *texts))
+    return calls
 
 
 def read_reply(exchange: Exchange, where: str) -> Reply:
@@ -261,7 +294,7 @@ def _read_whole(exchange: Exchange, where: str) -> Reply:
         _check_finish(c.finish_reason, where)
         message = c.message
         text = c.text if message is None else message.get("content")
-        thought = message.get("reasoning") if message else None
+        thought = (message.get("reasoning") or message.get("reasoning_content")) if message else None
         prompt = c.prompt_logprobs if c.prompt_logprobs is not None else body.prompt_logprobs
         finish = c.finish_reason or ""
         choices.append(
@@ -276,6 +309,7 @@ def _read_whole(exchange: Exchange, where: str) -> Reply:
                 prompt,
                 exchange.top,
                 message,
+                _tool_calls(message.get("tool_calls")) if message else [],
             )
         )
     timing = Timing(exchange.asked_ns, exchange.sent_ns, exchange.first_byte_ns, exchange.last_ns, [])
@@ -322,7 +356,7 @@ class Assembly:
             elif delta.content or not delta.role or choice.finish_reason is not None:
                 texts.append(delta.content or "")
                 chunk_ns.append(times[at])
-                if delta.reasoning:
+                if delta.thought or delta.tool_calls:
                     self._simple = False
             at += 1
             if choice.index or choice.logprobs is not None or len(body.choices) > 1 or choice.token_ids is not None:
@@ -361,8 +395,10 @@ def _merge(bodies: list[_Body], where: str, asked_top: int | None) -> list[Choic
         for c in body.choices or ():
             whole = merged.setdefault(c.index, Choice(c.index, "", "", asked_top=asked_top))
             whole.text += (c.text if c.delta is None else c.delta.content) or ""
-            if c.delta and c.delta.reasoning:
-                whole.reasoning = (whole.reasoning or "") + c.delta.reasoning
+            if c.delta and c.delta.thought:
+                whole.reasoning = (whole.reasoning or "") + c.delta.thought
+            for part in _tool_calls(c.delta.tool_calls) if c.delta else ():
+                add_tool_call(whole.tool_calls, part)
             if c.finish_reason:
                 whole.finish_reason, whole.stop_reason = c.finish_reason, c.stop_reason
             if c.token_ids is not None:
@@ -374,6 +410,16 @@ def _merge(bodies: list[_Body], where: str, asked_top: int | None) -> list[Choic
     for choice in merged.values():
         _check_finish(choice.finish_reason, where)
     return [merged[i] for i in sorted(merged)]
+
+
+def add_tool_call(calls: list[ToolCall], part: ToolCall) -> bool:
+    """Add one streamed part to the calls so far; whether it begins another call."""
+    call = next((one for one in calls if one.index == part.index), None)
+    if call is None:
+        calls.append(ToolCall(part.index, part.id, part.name, part.arguments))
+        return True
+    call.id, call.name, call.arguments = call.id or part.id, call.name or part.name, call.arguments + part.arguments
+    return False
 
 
 def _check_finish(reason: str | None, where: str) -> None:

@@ -71,6 +71,8 @@ class FakeOptions:
     pace: Pace = field(default_factory=Pace)
     faults: tuple[Fault, ...] = ()
     tool_calls: tuple[tuple[str, str], ...] = ()  # name and arguments, in the order of a conversation
+    answer: str = ""  # to everything
+    thoughts: int = 0  # tokens of every chat answer that come first, as `reasoning`
 
 
 class App:
@@ -173,6 +175,8 @@ class App:
         query = read_query(body, chat, options.max_model_len)
         if chat and options.tool_calls:
             query.call = scripted_call(body, options.tool_calls)
+        if chat:
+            query.thoughts = options.thoughts
         self.requests += 1
         fault = None
         if self.book.faults:
@@ -204,7 +208,9 @@ class App:
         key = (query.keys[index] + choice * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
         limit = query.limit(index, self.options.max_model_len)
         if query.call:
-            return words.answer_of(query.call[1], key, limit)
+            return words.answer_of(query.call[1], key, limit, "tool_calls")
+        if self.options.answer:
+            return words.answer_of(self.options.answer, key, limit)
         natural = None
         if self.options.answer_tokens and not query.ignore_eos:
             low, high = self.options.answer_tokens

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -67,6 +69,7 @@ class Query:
     prompt_logprobs: int | None = None
     given_ids: list[list[int]] | None = None  # when prompts came as token ids
     call: tuple[str, str] | None = None  # the tool to call, and its arguments as JSON
+    thoughts: int = 0  # tokens of a chat answer that come first, as `reasoning`
 
     def ids(self, index: int) -> list[int]:
         """The token ids of prompt `index`."""
@@ -78,7 +81,7 @@ class Query:
         return (
             self.logprobs is None
             and self.prompt_logprobs is None
-            and not (self.echo or self.continuous_usage or self.return_token_ids or self.call)
+            and not (self.echo or self.continuous_usage or self.return_token_ids or self.call or self.thoughts)
         )
 
     def limit(self, index: int, max_model_len: int) -> int:
@@ -220,9 +223,27 @@ def messages_text(messages: Any) -> bytes:
             )
         content = message.get("content") or ""
         if isinstance(content, list):
-            content = "\n".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+            content = "\n".join(_part_text(part) for part in content if isinstance(part, dict))
         parts.append(f"<|{message['role']}|>{content}</s>")
     return ("".join(parts) + "<|assistant|>").encode("utf-8", "replace")
+
+
+def _part_text(part: dict[str, Any]) -> str:
+    """A part of a message as text; of a picture that is sent in the request, its checksum."""
+    image = part.get("image_url")
+    if part.get("type") != "image_url" or not isinstance(image, dict):
+        return str(part.get("text", ""))
+    url = str(image.get("url", ""))
+    try:
+        head, _, data = url.partition(";base64,")
+        if head.startswith("data:image/"):
+            return f"<image {zlib.crc32(base64.b64decode(data, validate=True)):08x}>"
+        if url.startswith(("http:", "https:")):
+            return f"<image {url}>"
+        problem = "The URL must be either a HTTP, data or file URL."
+    except ValueError as error:
+        problem = str(error)
+    raise FakeRefusedError(400, f"Failed to load image: {problem}")
 
 
 def scripted_call(body: dict[str, Any], calls: Sequence[tuple[str, str]]) -> tuple[str, str] | None:

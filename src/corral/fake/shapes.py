@@ -75,6 +75,9 @@ def _full_choice(query: Query, index: int, answer: Answer) -> dict[str, Any]:
     if query.chat:
         nothing = {"refusal": None, "annotations": None, "audio": None, "function_call": None, "reasoning": None}
         message: dict[str, Any] = {"role": "assistant", "content": answer.text, **nothing}
+        if query.thoughts:
+            thought = "".join(answer.texts[: query.thoughts])
+            message |= {"reasoning": thought, "content": answer.text[len(thought) :]}
         if query.call:
             message |= {"content": None, "tool_calls": [_call(query.call[0], answer.text, answer.key)]}
         logprobs = _chat_logprobs(query, answer, range(answer.count))
@@ -231,7 +234,7 @@ class FakeStream:
         ids = [answer.ids()[step - 1]] if query.return_token_ids else None
         choice: dict[str, Any] = {"index": i}
         if query.chat:
-            delta: dict[str, Any] = {"content": text}
+            delta: dict[str, Any] = {"reasoning" if step <= query.thoughts else "content": text}
             if query.call:
                 part = _call(query.call[0], text, answer.key) if step == 1 else {"function": {"arguments": text}}
                 delta = {"tool_calls": [{"index": 0, **part}]}

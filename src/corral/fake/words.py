@@ -16,6 +16,7 @@ rank r has (1 - p) / 2^(r-1). At temperature 0 every generated token has rank 1.
 
 from __future__ import annotations
 
+import codecs
 import functools
 import hashlib
 import json
@@ -157,13 +158,12 @@ def answer(key: int, limit: int, natural: int | None, stops: Sequence[str] = ())
     return Answer(texts, texts, escaped, "stop" if ends else "length", None, key)
 
 
-def answer_of(text: str, key: int, limit: int) -> Answer:
-    """The answer that is a call of a tool with these arguments (ASCII), cut at `limit` tokens."""
-    whole = [piece.decode() for piece in pieces(text.encode())]
+def answer_of(text: str, key: int, limit: int, end: str = "stop") -> Answer:
+    """The answer that is this text (the arguments of a tool's call among them), cut at `limit` tokens."""
+    decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+    whole = [decode(piece) for piece in pieces(text.encode())]
     texts = whole[:limit]
-    return Answer(
-        texts, texts, [_quote(t) for t in texts], "length" if len(whole) > limit else "tool_calls", None, key
-    )
+    return Answer(texts, texts, [_quote(t) for t in texts], "length" if len(whole) > limit else end, None, key)
 
 
 def _quote(text: str) -> bytes:

@@ -28,6 +28,7 @@ from corral.plan.models.architecture import (
 from corral.plan.models.fields import parse_config, uncounted
 from corral.plan.models.layers import Cache, Parts
 from corral.plan.models.quantisation import MODELOPT_FILE, of_modelopt_file
+from corral.plan.models.reader import FAMILIES
 from corral.plan.models.task import task_of
 from corral.plan.models.weights import Tensor, by_dtype, by_part, folder_tensors, is_loaded, numbers_of
 
@@ -101,6 +102,12 @@ class ModelFacts:
     def writes(self) -> bool:
         """Whether it answers in tokens of its own, one after another."""
         return self.task in ("generate", "transcribe") and not self.encoder
+
+    @property
+    def only_text(self) -> bool:
+        """Whether it certainly reads no pictures: a family of text models, without a tower."""
+        text = self.known and self.family in FAMILIES and self.architecture.endswith("ForCausalLM")
+        return text and not self.counted.tower
 
     @property
     def latent(self) -> bool:

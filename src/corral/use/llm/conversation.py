@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,14 @@ from corral.base.errors import DataError, UsageError
 from corral.base.files import read_text, write_atomic
 from corral.base.record import nearest
 from corral.base.wording import counted
+from corral.client.images import image_part, read_image
+from corral.client.reply import ToolCall
 from corral.client.sampling import PARAMETERS, STRUCTURED, parse_assignments, request_fields
 
 COMMANDS: dict[str, str] = {
     "/help": "this list",
     "/system TEXT": "set the system message; alone: show it; `-`: remove it",
+    "/image FILE": "add a picture to the next message; alone: drop those added",
     "/retry": "ask the last question again",
     "/new": "forget the messages; keep system message and settings",
     "/set NAME=VALUE": "change a sampling parameter; alone: show all",
@@ -41,12 +44,14 @@ class Conversation:
     """Messages and sampling parameters."""
 
     system: str | None = None
-    messages: list[dict[str, str]] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list)
     sampling: dict[str, Any] = field(default_factory=dict)
+    images: list[str] = field(default_factory=list)  # URLs, for the next message
+    only_text: Callable[[], bool] = lambda: False  # whether the model certainly takes no pictures
 
-    def to_send(self) -> list[dict[str, str]]:
+    def to_send(self) -> list[dict[str, Any]]:
         """The messages as the server gets them."""
-        head = [{"role": "system", "content": self.system}] if self.system else []
+        head: list[dict[str, Any]] = [{"role": "system", "content": self.system}] if self.system else []
         return [*head, *self.messages]
 
     def enter(self, line: str) -> Turn:
@@ -55,7 +60,9 @@ class Conversation:
         if not text:
             return Turn()
         if not text.startswith("/"):
-            self.messages.append({"role": "user", "content": text})
+            parts = [*map(image_part, self.images), {"type": "text", "text": text}]
+            self.messages.append({"role": "user", "content": parts if self.images else text})
+            self.images = []
             return Turn(ask=True)
         command, _, rest = text.partition(" ")
         command = "/quit" if command in ("/exit", "/bye") else command
@@ -68,9 +75,21 @@ class Conversation:
         turn: Turn = getattr(self, f"_{command[1:]}")(rest.strip())
         return turn
 
-    def answered(self, text: str) -> None:
-        """Add the model's answer, complete or not."""
-        self.messages.append({"role": "assistant", "content": text})
+    def add_image(self, path: Path) -> None:
+        """Add a picture to the next message."""
+        if self.only_text():
+            raise UsageError(
+                "this model reads text only, no pictures.",
+                "Start one that does: `corral models --search vl` lists some.",
+            )
+        self.images.append(read_image(path))
+
+    def answered(self, text: str, calls: Sequence[ToolCall] = ()) -> None:
+        """Add the model's answer, complete or not; calls whose arguments are no JSON object cannot be sent again."""
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        if whole := [_call(call) for call in calls if _is_object(call.arguments)]:
+            message["tool_calls"] = whole
+        self.messages.append(message)
 
     def unanswered(self) -> None:
         """Remove a message that got no answer, so that it is not sent with the next one."""
@@ -91,6 +110,13 @@ class Conversation:
         while self.messages and self.messages[-1]["role"] != "user":
             self.messages.pop()
         return Turn(ask=True) if self.messages else Turn(say="there is no question to ask again")
+
+    def _image(self, text: str) -> Turn:
+        if not text:
+            dropped, self.images = len(self.images), []
+            return Turn(say=f"dropped {counted(dropped, 'picture')}")
+        self.add_image(_path(text, "/image"))
+        return Turn(say=f"{counted(len(self.images), 'picture')} with the next message")
 
     def _new(self, _: str) -> Turn:
         self.messages.clear()
@@ -118,15 +144,35 @@ class Conversation:
         path = _path(text, "/load")
         try:
             saved = json.loads(read_text(path))
-            messages = [{"role": str(item["role"]), "content": str(item["content"])} for item in saved]
-        except (ValueError, TypeError, KeyError):
+            messages = [_message(item) for item in saved]
+        except (ValueError, TypeError, KeyError, AttributeError):
             raise DataError(f"{path} holds no conversation.", "It must be a JSON list of messages.") from None
-        self.system = messages[0]["content"] if messages and messages[0]["role"] == "system" else None
+        first = messages[0] if messages else {"role": ""}
+        self.system = first["content"] if first["role"] == "system" and isinstance(first["content"], str) else None
         self.messages = messages[1:] if self.system is not None else messages
         return Turn(say=f"loaded {counted(len(self.messages), 'message')}")
 
     def _quit(self, _: str) -> Turn:
         return Turn(end=True)
+
+
+def _message(item: Any) -> dict[str, Any]:
+    """One message of a saved conversation."""
+    role, content = item["role"], item.get("content")
+    if not isinstance(role, str) or not isinstance(content, str | list | None):
+        raise TypeError
+    return {"role": role, "content": content, **{k: item[k] for k in ("tool_calls", "tool_call_id") if k in item}}
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _is_object(arguments: str) -> bool:
+    try:
+        return isinstance(json.loads(arguments), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _parse_setting(text: str, extra: Mapping[str, Any]) -> dict[str, Any]:
