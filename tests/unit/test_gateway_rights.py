@@ -6,8 +6,10 @@ And what time may do to them.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,8 @@ from corral.serve.gateway.form import BadFormError, FormReader
 from corral.serve.gateway.gateway import Gateway
 from corral.serve.gateway.health import HealthMonitor
 from corral.serve.gateway.keys import digest_of
-from corral.serve.gateway.prompt import BadBodyError, TokenScale, read_prompt
+from corral.serve.gateway.large_json import BadBodyError
+from corral.serve.gateway.prompt import TokenScale, read_prompt
 from corral.serve.gateway.usage import KeyGrant
 from tests.unit.test_gateway import exchange, gateway_to, get, in_loop, post, reading, servers, until, who
 
@@ -291,6 +294,18 @@ def test_what_is_read_of_a_prompt_is_bounded() -> None:
     assert prompt.tokens > 100_000
     with pytest.raises(BadBodyError, match="nested too deep"):
         read_prompt(b'{"prompt": ' + b"[" * 100_000, lambda _: scale)
+
+
+@pytest.mark.parametrize("name", ["model", "n", "max_tokens", "stream", "tools"])
+def test_an_array_in_place_of_a_name_or_a_number_is_not_decoded(name: str) -> None:
+    body = b'{"%b": [%b]}' % (name.encode(), b"[]," * 100_000 + b"[]")  # half a minute for 64 MiB, as Python lists
+    tracemalloc.start()
+    try:
+        with pytest.raises(BadBodyError) if name == "model" else contextlib.nullcontext():
+            read_prompt(body, lambda _: TokenScale())
+        assert tracemalloc.get_traced_memory()[1] < 4 * len(body)
+    finally:
+        tracemalloc.stop()
 
 
 # Time

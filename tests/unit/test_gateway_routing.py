@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from corral.base.errors import UsageError
 from corral.serve.fleet.record import Judgement
 from corral.serve.gateway import policies
+from corral.serve.gateway.large_json import BadBodyError
 from corral.serve.gateway.member import FIRST_STALL_S, LEAST_STALL_S, MemberProgress, judge, relative_speed
 from corral.serve.gateway.policies import POLICIES, make_policy
 from corral.serve.gateway.prompt import (
     POSITIONS,
-    BadBodyError,
     Holdings,
     RoutedPrompt,
     SharedBeginnings,

@@ -20,6 +20,7 @@ from corral.client.errors import error_body
 from corral.client.http1 import BadMessageError, Headers, HeadTooLongError, RequestReader, has_token, response
 from corral.serve.connections import ConnectionPhase, ConnectionProgress, ConnectionTable
 from corral.serve.gateway.form import FormReader, is_form
+from corral.serve.gateway.large_json import LARGE_BYTES, LargeJsonReader
 from corral.serve.gateway.origins import with_lines
 from corral.serve.gateway.relay import Relay, RelayHost
 from corral.serve.gateway.request import ForwardedRequest, Request
@@ -64,8 +65,8 @@ class ClientConnection(asyncio.Protocol):
 
     __slots__ = (
         "_ahead_bytes", "_body", "_expects", "_form", "_gateway", "_handling", "_head", "_http_10", "_in_body",
-        "_is_local", "_paused", "_reader", "_refused", "_relay", "_transport", "_unread", "_user", "_waiting",
-        "address", "closing", "owner", "progress",
+        "_is_local", "_large", "_paused", "_reader", "_refused", "_relay", "_transport", "_unread", "_user",
+        "_waiting", "address", "closing", "owner", "progress",
     )  # fmt: skip
 
     def __init__(self, gateway: ConnectionHost) -> None:
@@ -77,6 +78,7 @@ class ClientConnection(asyncio.Protocol):
         self._http_10 = False  # of the request that is being answered
         self._body = bytearray()
         self._form: FormReader | None = None  # of that body
+        self._large: LargeJsonReader | None = None
         self._waiting: deque[Request] = deque()  # whole, behind the one that is being answered
         self._refused: RefusedError | None = None  # answered after those
         self._relay: Relay | None = None
@@ -230,7 +232,7 @@ class ClientConnection(asyncio.Protocol):
             raise RefusedError(429, f"the key {self._user.name!r} has too many connections")
         if announced > self._gateway.limits.body_bytes:
             raise self._too_long()
-        self._form = None
+        self._form = self._large = None
         for name, value in headers:
             if name == b"content-type":
                 self._form = FormReader(value, self._body) if is_form(value) else None
@@ -249,6 +251,9 @@ class ClientConnection(asyncio.Protocol):
         self._body += data
         if self._form is not None:
             self._form.advance()
+        elif len(self._body) > LARGE_BYTES:
+            self._large = self._large or LargeJsonReader(self._body)
+            self._large.advance()
 
     def _too_long(self) -> RefusedError:
         return RefusedError(413, f"the request is longer than {self._gateway.limits.body_bytes:,} bytes")
@@ -256,7 +261,7 @@ class ClientConnection(asyncio.Protocol):
     def complete(self, keep: bool) -> None:
         self._in_body = False
         body, self._body = self._body, bytearray()
-        self._waiting.append(Request(*self._head, body, keep, self._user, self._form))
+        self._waiting.append(Request(*self._head, body, keep, self._user, self._form, self._large))
 
     # handling
 

@@ -27,13 +27,13 @@ from corral.serve.connections import SWEEP_S, ConnectionTable, HeldBytes
 from corral.serve.gateway import pages
 from corral.serve.gateway.client_connection import ClientConnection
 from corral.serve.gateway.form import BadFormError
+from corral.serve.gateway.large_json import BadBodyError
 from corral.serve.gateway.member import Member, MemberReading
 from corral.serve.gateway.origins import AllowedOrigins
 from corral.serve.gateway.policies import NEWEST, make_policy
 from corral.serve.gateway.pool import ModelPool
 from corral.serve.gateway.prompt import (
     LONGEST_MODEL,
-    BadBodyError,
     RoutedPrompt,
     TokenScale,
     checked_model,
@@ -46,7 +46,7 @@ from corral.serve.gateway.usage import KeyGrant, KeyTable, KeyUser, offered_key
 
 ENDED_SILENCE_S = 5.0  # a server that has ended sends nothing more: requests that still wait for it are given up
 MOST_WAITING = 50_000
-LARGEST_JSON_BYTES = 64 << 20  # decoding takes the loop up to half a second, and all streams wait for it
+LARGEST_JSON_BYTES = 64 << 20
 QUIET_S = 20.0  # after which a client that sent nothing is not expected to use its connection again
 MODEL_PATH = b"/v1/models/"
 _NO_SCALE = TokenScale()
@@ -292,7 +292,7 @@ class Gateway:
         if request.body and request.form is None:
             if len(request.body) > LARGEST_JSON_BYTES:
                 raise BadBodyError(f"it is longer than {LARGEST_JSON_BYTES:,} bytes; only forms may be")
-            return read_prompt(request.body, self._scale_of)
+            return read_prompt(request.body, self._scale_of, request.large)
         model = checked_model(request.form.model()) if request.form is not None and request.body else None
         return RoutedPrompt(model, [], 1.0, 0.0, 0, 1.0, 1, stream=False)
 

@@ -18,12 +18,15 @@ from __future__ import annotations
 import re
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import msgspec
+
+from corral.base.untrusted import LONGEST_NUMBER
+from corral.serve.gateway.large_json import BadBodyError, LargeJsonReader
 
 FIRST_STEP_BYTES, DEEPEST_BYTES = 128, 1 << 21
 MOST_BLOCKS = 60_000  # remembered of a member, twice
@@ -146,28 +149,28 @@ ID_BYTES = 4
 LARGEST_COUNT = 1 << 31
 LARGEST_LIST_BYTES = 1 << 20  # of prompts as a list: a longer one is compared as text, and its tokens are estimated
 LONGEST_MODEL = 1024  # characters; a name may be a path
+LONGEST_MODEL_BYTES = 12 * LONGEST_MODEL + 2  # each as two escapes, in quotes
 EMPTY = msgspec.Raw(b"")
 
 
-class BadBodyError(ValueError):
-    """A body that is not a JSON object, or too deep, or with numbers and texts that JSON does not have."""
-
-
 class _Fields(msgspec.Struct):
-    model: Any = None
+    """Raw: an array where a name or a number belongs would take seconds to decode."""
+
+    model: msgspec.Raw = EMPTY
     prompt: msgspec.Raw = EMPTY
     messages: msgspec.Raw = EMPTY
     input: msgspec.Raw = EMPTY
     tools: msgspec.Raw = EMPTY
-    max_tokens: Any = None
-    max_completion_tokens: Any = None
-    max_output_tokens: Any = None
-    n: Any = None
-    stream: Any = None
+    max_tokens: msgspec.Raw = EMPTY
+    max_completion_tokens: msgspec.Raw = EMPTY
+    max_output_tokens: msgspec.Raw = EMPTY
+    n: msgspec.Raw = EMPTY
+    stream: msgspec.Raw = EMPTY
 
 
 _decode = msgspec.json.Decoder(_Fields).decode
 _decode_list = msgspec.json.Decoder(list[Any]).decode
+_decode_any = msgspec.json.Decoder().decode
 
 
 class TokenScale:
@@ -207,25 +210,35 @@ class RoutedPrompt:
         return POSITIONS[depth - 1] * self.tokens_per_byte if depth else 0.0
 
 
-def read_prompt(body: bytes | bytearray, scale_of: Callable[[str | None], TokenScale]) -> RoutedPrompt:
-    """Read a request's body; counts that are not numbers are ignored, the server will refuse them."""
+def read_prompt(
+    body: bytes | bytearray, scale_of: Callable[[str | None], TokenScale], large: LargeJsonReader | None = None
+) -> RoutedPrompt:
+    """Read a request's body; counts that are not numbers are ignored, the server will refuse them.
+
+    Of a large body the fields were found while it arrived.
+    """
+    lengths: dict[str, int] = {}
     try:
-        fields = _decode(body)
-        model = checked_model(fields.model)
+        if large is not None:
+            cut, lengths = large.fields(DEEPEST_BYTES)
+            fields = _Fields(**{name: raw for name, raw in cut.items() if name in _Fields.__struct_fields__})
+        else:
+            fields = _decode(body)
+        model = checked_model(_value(fields.model, LONGEST_MODEL_BYTES))
         scale = scale_of(model)
-        data, tokens, many, ids = _content(fields, scale)
+        data, tokens, many, ids, size = _content(fields, scale, lengths)
+        width = many * (_count(fields.n) or 1)
+        limit = _count(fields.max_completion_tokens) or _count(fields.max_output_tokens) or _count(fields.max_tokens)
+        stream = bool(_value(fields.stream))
     except RecursionError:
         raise BadBodyError("it is nested too deep") from None
     except (msgspec.MsgspecError, UnicodeError) as error:
         raise BadBodyError(str(error)[:200]) from None
-    width = many * (_count(fields.n) or 1)
-    limit = _count(fields.max_completion_tokens) or _count(fields.max_output_tokens) or _count(fields.max_tokens)
     output = min(limit, scale.output_tokens) if limit else scale.output_tokens
     seed = hash((model, bytes(fields.tools), ids))
     per_byte = 1 / ID_BYTES if ids else scale.per_byte
     blocks = block_hashes(data, seed)
-    size = 0 if ids else len(data)
-    return RoutedPrompt(model, blocks, tokens, per_byte, size, output * width, width, bool(fields.stream))
+    return RoutedPrompt(model, blocks, tokens, per_byte, size, output * width, width, stream)
 
 
 def checked_model(model: object) -> str | None:
@@ -235,20 +248,23 @@ def checked_model(model: object) -> str | None:
     return model
 
 
-def _content(fields: _Fields, scale: TokenScale) -> tuple[bytes, float, int, bool]:
-    """The first prompt as bytes, the tokens of all, how many there are, and whether they are token ids."""
-    raw = bytes(fields.messages or fields.prompt or fields.input)
-    if not raw.startswith(b"[") or fields.messages or len(raw) > LARGEST_LIST_BYTES:
-        return raw, len(raw) * scale.per_byte, 1, False
+def _content(fields: _Fields, scale: TokenScale, lengths: Mapping[str, int]) -> tuple[bytes, float, int, bool, int]:
+    """The first prompt as bytes, the tokens of all, how many there are, whether they are ids, and the text's size."""
+    name = "messages" if fields.messages else "prompt" if fields.prompt else "input"
+    raw = bytes(getattr(fields, name))
+    size = lengths.get(name, len(raw))
+    as_text = raw, size * scale.per_byte, 1, False, size
+    if not raw.startswith(b"[") or fields.messages or size > LARGEST_LIST_BYTES:
+        return as_text
     parts = _decode_list(raw)
     if all(type(one) is int for one in parts):
-        return _packed(parts), len(parts), 1, True
+        return _packed(parts), len(parts), 1, True, 0
     if all(isinstance(one, list) and all(type(id) is int for id in one) for one in parts):
-        return _packed(parts[0]), sum(map(len, parts)), len(parts), True
+        return _packed(parts[0]), sum(map(len, parts)), len(parts), True, 0
     if all(isinstance(one, str) for one in parts):
         first = parts[0].encode("utf-8", "replace")
-        return first, sum(map(len, parts)) * scale.per_byte, len(parts), False
-    return raw, len(raw) * scale.per_byte, 1, False
+        return first, sum(map(len, parts)) * scale.per_byte, len(parts), False, len(first)
+    return as_text
 
 
 def _packed(ids: list[int]) -> bytes:
@@ -258,7 +274,15 @@ def _packed(ids: list[int]) -> bytes:
         return repr(ids).encode()
 
 
-def _count(value: Any) -> int:
+def _value(raw: msgspec.Raw, most_bytes: int = LONGEST_NUMBER) -> Any:
+    """A text, a number or a boolean; something longer is of another kind, and refused by the server."""
+    if len(data := bytes(raw)) > most_bytes:
+        return data
+    return _decode_any(data) if data else None
+
+
+def _count(raw: msgspec.Raw) -> int:
+    value = _value(raw)
     return value if type(value) is int and 0 < value < LARGEST_COUNT else 0
 
 

@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol
 from corral.client.errors import error_body
 from corral.client.http1 import Headers
 from corral.serve.gateway.form import FormReader, is_form
+from corral.serve.gateway.large_json import LargeJsonReader
 from corral.serve.gateway.member import Member, failure_summary
 from corral.serve.gateway.policies import OUTPUT_WEIGHT
 from corral.serve.gateway.pool import ModelPool
@@ -67,6 +68,7 @@ class Request(NamedTuple):
     keep: bool  # another may follow on its connection
     user: KeyUser | None = None  # whose key it has
     form: FormReader | None = None  # of a body that is a form
+    large: LargeJsonReader | None = None  # of a large one that is not
 
     @property
     def bare_path(self) -> bytes:
@@ -76,7 +78,9 @@ class Request(NamedTuple):
         """The bytes that are sent to a member, with the header line of its key; `model`: that it is chosen for."""
         kept = forwarded_headers(self.headers, REPLACED) + member.authorization
         kind = next((value for name, value in self.headers if name == b"content-type"), b"")
-        body = with_one_model(self.body, model) if member.named and self.body and not is_form(kind) else self.body
+        body = self.body
+        if member.named and body and not self.large and not is_form(kind):  # a large body names one model
+            body = with_one_model(body, model)
         size = len(body)
         length = b"content-length: %d\r\n" % size if size or self.method in _WITH_BODY else b""
         where = (self.method, member.prefix, self.path, member.host)
