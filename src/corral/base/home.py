@@ -2,6 +2,7 @@
 
 <home>/engines/       installed engines, one environment per flavour and version
 <home>/models/        models Corral fetched or converted itself (hub models stay in the hub's own cache)
+<home>/recipes.json   newer recipes of models' families
 <home>/deployments/   one folder per deployment
 <home>/fleets/        one folder per fleet
 <home>/gateway/       the keys of the gateways' clients

@@ -85,6 +85,26 @@ def remove_model(name: str, as_json: bool) -> None:
             click.echo(f"removed {model.name} ({_gigabytes(model.stored_bytes)}) from {model.path}")
 
 
+@command.command("update")
+@click.argument("source", metavar="FILE|URL")
+@json_option()
+def update(source: str, as_json: bool) -> None:
+    """Read newer recipes of models (parsers, flags, variables) from FILE or an https URL; docs/recipes.md.
+
+    Where they say nothing of a model, those that came with Corral hold.
+    """
+    from corral.engines.recipes import update_from, updated_file
+
+    table, ignored = update_from(source)
+    if as_json:
+        print_json({"recipes": len(table.recipes), "source": table.source, "date": table.date,
+                    "read_from": table.read_from, "path": str(updated_file()), "ignored": ignored})  # fmt: skip
+        return
+    click.echo(f"{table.read_from} was read into {updated_file()}: {len(table.recipes)} rows ({table.label}).")
+    if ignored:
+        click.echo(f"Ignored, as this version of Corral does not know them: {', '.join(ignored)}")
+
+
 def _inventory(gpus: str | None) -> Inventory:
     from corral.plan.hardware.inventory import parse_gpus, probe
 

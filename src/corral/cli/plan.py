@@ -17,6 +17,7 @@ from corral.cli.help_pages import RenamedOption
 from corral.cli.options import TokenCount
 from corral.deploy.profile.merging import (
     PlanRequest,
+    engine_version,
     hardware_of_plan,
     plan_request,
     storage_of,
@@ -231,12 +232,22 @@ def _show_comparison(
 def _show_plan(question: _Question, facts: ModelFacts, inventory: Inventory, profile: Profile, form: str) -> int:
     tuning = tuning_of_plan(profile, facts, inventory, question.asked.rest)
     plan = make_plan(facts, inventory, question.goal, question.asked.fixed, tuning)
+    if old := _older_engine(facts, inventory, profile):
+        plan = replace(plan, warnings=(*plan.warnings, old))
     _refuse_flags(question, plan)
     if form == "json":
         click.echo(dump_json(plan), nl=False)
     else:
         _print_plan(plan, question, profile, form)
     return _exit_code(plan)
+
+
+def _older_engine(facts: ModelFacts, inventory: Inventory, profile: Profile) -> str:
+    """That the vLLM which would serve it is too old for the model."""
+    from corral.engines.recipes import older_engine, recipe_for, tables
+
+    recipe = recipe_for([facts.name.rpartition("/")[2]], "", tables()[0])
+    return older_engine(facts.name, recipe, engine_version(profile, inventory))
 
 
 def _exit_code(plan: Plan) -> int:

@@ -57,7 +57,7 @@ corral up llama-3.1-405b-instruct --on my-cluster --dry-run --shell
 corral up llama-3.1-8b-instruct --replicas 4 --hosts n0,n1,n2,n3
 """
 HEADINGS = {
-    "The model": ("--context", "--concurrency", "--goal", "--set", "--tuned", "--served-name"),
+    "The model": ("--context", "--concurrency", "--goal", "--set", "--tuned", "--served-name", "--recipe"),
     "Where it runs": ("--on", "--bind", "--port", "--expose"),
     "What clients may use": ("--tools", "--allowed-origins", "--store-responses", "--key-file"),
     "Options for ssh": (),
@@ -99,6 +99,8 @@ FIRST_QUESTION = "What is the capital of France?"
 )
 @click.option("--expose", is_flag=True, help="Listen on the cluster's network instead of the node itself.")
 @click.option("--tools/--no-tools", default=None, help="Parse tool calls (default: where the model's form is known).")
+@click.option("--recipe/--no-recipe", default=None,
+              help="Use what is known of the model's family: parsers, flags, variables (default: yes).")  # fmt: skip
 @click.option(
     "--allowed-origins",
     metavar="ORIGIN,…",
@@ -419,7 +421,7 @@ def ask(endpoint: Endpoint) -> str:
     client = Client(endpoint)
     try:
         reply = client.request_sync(CHAT, {"messages": question, "max_tokens": 32, "temperature": 0})
-        return reply.text.strip()
+        return (reply.text or reply.choices[0].reasoning or "").strip()  # so short an answer may be thoughts only
     except CorralError:
         return ""
     finally:

@@ -74,12 +74,17 @@ class FlagList:
     takes_value: Mapping[str, bool]
     complete: bool = True  # False: another version's list, good for guesses and no ground to refuse anything
     tool_parsers: frozenset[str] = frozenset()  # names that --tool-call-parser takes
+    reasoning_parsers: frozenset[str] = frozenset()  # names that --reasoning-parser takes
+    variables: frozenset[str] = frozenset()  # of the environment, that it reads
 
     @classmethod
     def parse(cls, text: str) -> FlagList:
         body = json.loads(text)
         takes_value = {name: bool(flag["takes_value"]) for name, flag in body["flags"].items()}
-        return cls(body["version"], takes_value, tool_parsers=frozenset(body.get("tool_parsers", ())))
+        tools, thoughts, variables = (
+            frozenset(body.get(key, ())) for key in ("tool_parsers", "reasoning_parsers", "variables")
+        )
+        return cls(body["version"], takes_value, True, tools, thoughts, variables)
 
 
 def shipped_flags(version: str = PINNED_VERSION) -> FlagList | None:

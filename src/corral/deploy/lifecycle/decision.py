@@ -20,10 +20,10 @@ from corral.deploy.targets.base import NodeFiles, Target, load_target
 from corral.engines import PINNED_VERSION
 from corral.engines.flags import check_arguments
 from corral.engines.locks import FLAVOURS
+from corral.engines.recipes import Applied, Recipe, applied, recipe_for, refuse_old_engine, tables
 from corral.engines.runtimes.base import NodeSide, Runtime, make_runtime
 from corral.engines.runtimes.ray import refuse_known_lack
 from corral.engines.settings import joined, read_back
-from corral.engines.tool_calls import parser_for, tool_arguments
 from corral.plan.choose import make_plan
 from corral.plan.contract import Goal, Plan
 from corral.plan.hardware.inventory import Inventory, NodeSlice, within
@@ -72,6 +72,7 @@ class DeployRequest:
     fixed: Mapping[str, object] = field(default_factory=dict)
     extra_args: tuple[str, ...] = ()
     extra_env: Mapping[str, str] = field(default_factory=dict)
+    recipe: bool = True  # what is known of the model's family is applied
     api: ApiOptions = field(default_factory=ApiOptions)
     patience: Patience = field(default_factory=Patience)
     storage: Storage = field(default_factory=Storage)  # where a profile says that models lie
@@ -97,13 +98,13 @@ class DeployDecision:
     plan: Plan
     inventory: Inventory
     engine_version: str = ""  # where it is known
-    tool_arguments: tuple[str, ...] = ()  # of `vllm serve`, that switch tool calls on
+    recipe: Applied = field(default_factory=Applied)
     task: str = "generate"
     task_arguments: tuple[str, ...] = ()  # of `vllm serve`, where the task is not what vLLM takes by itself
 
     def notes(self) -> list[str]:
         """What was decided without a request; shown before anything starts."""
-        precision, parser = self.plan.precision, self.tool_arguments[-1:]
+        precision = self.plan.precision
         because = next((r.because for r in self.plan.reasons if r.field == "precision.weights"), "")
         notes = [self.inventory.note] if self.inventory.note else []
         if self.plan.barely:
@@ -113,7 +114,7 @@ class DeployDecision:
         words = shlex.join(self.task_arguments)
         if words:
             notes.append(f"it is served for {self.task} ({words}); other --runner and --convert can follow `--`")
-        notes += [f"tool calls are read by vLLM's parser {name}; --no-tools switches them off" for name in parser]
+        notes += self.recipe.notes
         if self.inventory.gpu is None and precision.weights != self.plan.model.weights:
             return [f"{self.source.name} is served in {precision.weights}: {because}", *notes]
         if precision.how == "native":
@@ -146,6 +147,7 @@ def decide(request: DeployRequest, target: Target, preview: Preview | None = Non
     name = checked_name(source.name if request.name is None else request.name)
     _refuse_names((served, *request.also_served_as))
     runtime = _checked_runtime(request, target, flavour)
+    recipe, problem = _recipe(request, source, runtime, flavour)  # an engine that is too old is refused
     offline = preview is not None and catalogue.find(source.repo) is not None
     if not offline:
         model_store.check_access(source)
@@ -157,22 +159,41 @@ def decide(request: DeployRequest, target: Target, preview: Preview | None = Non
             model_store.check_access(source)
     target.check(plan)
     task = requested_task(plan.model.task, request.extra_args)
-    tools = _tool_arguments(request, source, runtime) if task == "generate" else ()
+    used = _applied(recipe if task == "generate" else Recipe(), request, runtime)
     args = (
         task_arguments(task, plan.model.architecture, request.extra_args)
         if "--runner" in runtime.flags().takes_value
         else []
     )
     return DeployDecision(
-        request, name, source, served, flavour, plan, inventory, runtime.version, tools, task, tuple(args)
+        request,
+        name,
+        source,
+        served,
+        flavour,
+        plan,
+        inventory,
+        runtime.version,
+        replace(used, notes=(*problem, *used.notes)),
+        task,
+        tuple(args),
     )
 
 
-def _tool_arguments(request: DeployRequest, source: ModelSource, runtime: Runtime) -> tuple[str, ...]:
-    if not request.api.tools:
-        return ()
-    parser = parser_for([source.name, source.repo.rpartition("/")[2]], source.path)
-    return tuple(tool_arguments(parser, request.extra_args, runtime.flags()))
+def _recipe(
+    request: DeployRequest, source: ModelSource, runtime: Runtime, flavour: str
+) -> tuple[Recipe, tuple[str, ...]]:
+    """What is known of the model's family, and what is wrong with the user's own table."""
+    if not request.recipe:
+        return Recipe(), ()
+    known, problem = tables()
+    recipe = recipe_for([source.name, source.repo.rpartition("/")[2]], source.path, known)
+    refuse_old_engine(source.name, recipe, runtime.version, request.runtime, flavour)
+    return recipe, (problem,) if problem else ()
+
+
+def _applied(recipe: Recipe, request: DeployRequest, runtime: Runtime) -> Applied:
+    return applied(recipe, request.extra_args, request.extra_env, runtime.flags(), request.api.tools)
 
 
 def _refuse_names(names: tuple[str, ...]) -> None:

@@ -143,12 +143,12 @@ def render_launch(staged: Staged, note: Callable[[str], None], taken: set[int] |
         ports=chosen.ports,
         base_url=target.base_url(bind, chosen.ports),
         files=target.FILES,
-        tool_args=(*decision.task_arguments, *decision.tool_arguments),
+        tool_args=(*decision.task_arguments, *decision.recipe.api_arguments),
         task=decision.task,
         allowed_origins=request.api.allowed_origins,
         store_responses=request.api.store_responses,
-        extra_args=request.extra_args,
-        extra_env={**request.share.env(), **request.extra_env},
+        extra_args=(*decision.recipe.arguments, *request.extra_args),
+        extra_env={**decision.recipe.environment, **request.share.env(), **request.extra_env},
         patience=request.patience,
     )
     spec = render(decision.plan, order, runtime)

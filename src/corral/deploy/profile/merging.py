@@ -25,7 +25,7 @@ from corral.plan.measured import tuning_for
 from corral.plan.models.facts import ModelFacts
 
 # options of a command that a profile does not have
-PASSED_ON = ("name", "served_name", "also_served_as", "flavour")
+PASSED_ON = ("name", "served_name", "also_served_as", "flavour", "recipe")
 GOAL = ("context", "concurrency", "goal")
 API = ("tools", "allowed_origins", "store_responses", "key_file")  # of `ApiOptions`
 
@@ -203,12 +203,18 @@ def tuning_of_plan(
     A profile without a runtime has Corral's own, which `corral up` may replace: the version is then the last one seen
     on this hardware.
     """
-    version = ""
-    if profile.runtime != "managed":
-        from corral.engines import PINNED_VERSION
-        from corral.engines.runtimes.base import NodeSide, make_runtime
-
-        node = NodeSide(str(home_dir()), "cuda" if inventory.gpu else "cpu", PINNED_VERSION)
-        with contextlib.suppress(CorralError):  # a start reports what is wrong with it
-            version = make_runtime(profile.runtime, profile.runtime_options, node).version
+    version = "" if profile.runtime == "managed" else engine_version(profile, inventory)
     return tuning_for(facts, inventory, version, arguments, profile.runtime == "managed")
+
+
+def engine_version(profile: Profile, inventory: Inventory) -> str:
+    """Of the vLLM of the profile's runtime; empty where that is not known."""
+    from corral.engines import PINNED_VERSION
+    from corral.engines.runtimes.base import NodeSide, make_runtime
+
+    if profile.runtime == "managed":
+        return PINNED_VERSION
+    node = NodeSide(str(home_dir()), "cuda" if inventory.gpu else "cpu", PINNED_VERSION)
+    with contextlib.suppress(CorralError):  # a start reports what is wrong with it
+        return make_runtime(profile.runtime, profile.runtime_options, node).version
+    return ""

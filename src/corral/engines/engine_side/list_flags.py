@@ -1,4 +1,4 @@
-"""Runs inside an engine's environment: prints every flag that its `vllm serve` accepts, and its tool parsers."""
+"""Runs inside an engine's environment: prints the flags of its `vllm serve`, its parsers and variables."""
 
 from __future__ import annotations
 
@@ -28,9 +28,16 @@ def main() -> None:
         for action in parser._actions
         for option in action.option_strings
     }
-    managers = ["vllm.tool_parsers", "vllm.entrypoints.openai.tool_parsers"]
-    tool_parsers = first_attribute(managers, "ToolParserManager").list_registered()
-    document = {"version": vllm.__version__, "flags": flags, "tool_parsers": sorted(tool_parsers)}
+    old = "vllm.entrypoints.openai.tool_parsers"
+    tool_parsers = first_attribute(["vllm.tool_parsers", old], "ToolParserManager").list_registered()
+    reasoning_parsers = first_attribute(["vllm.reasoning"], "ReasoningParserManager").list_registered()
+    document = {
+        "version": vllm.__version__,
+        "flags": flags,
+        "tool_parsers": sorted(tool_parsers),
+        "reasoning_parsers": sorted(reasoning_parsers),
+        "variables": sorted(first_attribute(["vllm.envs"], "environment_variables")),
+    }
     sys.stdout.write(json.dumps(document) + "\n")
 
 
