@@ -166,7 +166,7 @@ def update_from(source: str) -> tuple[Table, list[str]]:
     if table.date < (newest := tables()[0][0]).date:
         raise ConflictError(
             f"{shown} is of {table.date}, and recipes of {newest.date} are in use.",
-            f"To use older ones, delete {updated_file()} and raise the date in the file.",
+            "Give the file a later date if it is to be used.",
         )
     body = {**parse_json(data, shown, MOST_BYTES), "read_from": shown}
     write_atomic(updated_file(), json.dumps(body, indent=1, ensure_ascii=False) + "\n")
