@@ -14,7 +14,7 @@ import pytest
 from corral.base.errors import DataError, EngineError, NotFoundError, UnreachableError
 from corral.engines import PINNED_VERSION
 from corral.engines.flags import FlagList, check_arguments, shipped_flags
-from corral.engines.recipes import Recipe, applied, read_table, recipe_for, shipped_table, tables, updated_file
+from corral.engines.recipes import ModelRecipe, applied, read_table, recipe_for, shipped_table, tables, updated_file
 from tests.unit.conftest import Corral
 
 # by model, as vllm-project/recipes had it in August 2026: parsers of tool calls (None: none) and thoughts, version
@@ -25,7 +25,7 @@ FLAGS = shipped_flags() or FlagList("", {})
 TABLE = shipped_table()
 
 
-def of(*names: str, folder: str = "") -> Recipe:
+def of(*names: str, folder: str = "") -> ModelRecipe:
     return recipe_for(names, folder, [TABLE])
 
 
@@ -124,7 +124,8 @@ def test_a_folder_with_a_name_of_its_own_is_judged_by_its_chat_template(
     assert chosen() == parser
 
 
-RECIPE = Recipe("hermes", "qwen3", ("--no-enable-prefix-caching", "--tokenizer-mode", "mistral"), {"VLLM_MOE_X": "1"})
+ARGUMENTS = ("--no-enable-prefix-caching", "--tokenizer-mode", "mistral")
+RECIPE = ModelRecipe("hermes", "qwen3", ARGUMENTS, {"VLLM_MOE_X": "1"})
 ON = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
 
 
@@ -137,8 +138,8 @@ def test_the_users_own_flags_decide() -> None:
 
     assert tools() == tools("--reasoning-parser", "qwen3") == ON
     assert tools("--tool-call-parser=pythonic") == tools("--enable_auto_tool_choice") == []
-    assert rest() == ["--reasoning-parser", "qwen3", *(RECIPE.arguments or ())]
-    assert rest("--reasoning-parser=deepseek_r1") == list(RECIPE.arguments or ())
+    assert rest() == ["--reasoning-parser", "qwen3", *ARGUMENTS]
+    assert rest("--reasoning-parser=deepseek_r1") == list(ARGUMENTS)
     assert "--no-enable-prefix-caching" not in rest("--enable-prefix-caching")
     assert "--tokenizer-mode" not in rest("--tokenizer_mode=hf")
     assert not applied(RECIPE, [], {}, FLAGS, tools=False).api_arguments

@@ -60,7 +60,7 @@ _REASONING_FLAGS = {"--reasoning-parser", "--reasoning-parser-plugin"}
 
 
 @dataclass(frozen=True)
-class Recipe:
+class ModelRecipe:
     """What is known of a model, or of a row's models; None: the row does not say."""
 
     tool_parser: str | None = None
@@ -69,10 +69,11 @@ class Recipe:
     environment: Mapping[str, str] | None = None
     least_vllm: str | None = None
     source: str = ""  # of the table, with its date
+    problem: str = ""  # with the user's own table
 
 
 @dataclass(frozen=True)
-class Row(Recipe):
+class RecipeRow(ModelRecipe):
     """One row of a table."""
 
     models: tuple[str, ...] = ()
@@ -83,7 +84,7 @@ class Row(Recipe):
 
 
 @dataclass(frozen=True)
-class Marker:
+class TemplateMarker:
     """A text in chat templates that tells the form of tool calls."""
 
     has: str
@@ -91,13 +92,13 @@ class Marker:
 
 
 @dataclass(frozen=True)
-class Table:
+class RecipeTable:
     """Recipes of one date."""
 
     date: str
     source: str
-    recipes: tuple[Row, ...]
-    templates: tuple[Marker, ...] = ()  # the more particular first
+    recipes: tuple[RecipeRow, ...]
+    templates: tuple[TemplateMarker, ...] = ()  # the more particular first
     read_from: str = ""  # the file or address that `corral models update` was given
 
     @property
@@ -124,12 +125,12 @@ def updated_file() -> Path:
     return home_dir() / "recipes.json"
 
 
-def shipped_table() -> Table:
+def shipped_table() -> RecipeTable:
     file = resources.files("corral") / "data" / "recipes.json"
     return read_table(file.read_bytes(), "recipes.json")
 
 
-def tables() -> tuple[list[Table], str]:
+def tables() -> tuple[list[RecipeTable], str]:
     """The tables, the later one first, and what is wrong with the user's, which then is not used."""
     shipped, file = shipped_table(), updated_file()
     try:
@@ -141,10 +142,10 @@ def tables() -> tuple[list[Table], str]:
     return sorted((own, shipped), key=lambda table: table.date, reverse=True), ""
 
 
-def read_table(data: bytes, what: str) -> Table:
+def read_table(data: bytes, what: str) -> RecipeTable:
     """A table from a file that anybody may have written; unknown keys are ignored."""
     body = parse_json(data, what, MOST_BYTES)
-    table = from_json(Table, _renamed(body), what, strict=False)
+    table = from_json(RecipeTable, _renamed(body), what, strict=False)
     if not re.fullmatch(r"20\d\d-[01]\d-[0-3]\d", table.date):
         raise DataError(f"{what} has no date.", 'Its "date" is written as 2026-08-31.')
     if not table.recipes or len(table.recipes) > _MOST_ROWS:
@@ -158,7 +159,7 @@ def read_table(data: bytes, what: str) -> Table:
     return table
 
 
-def update_from(source: str) -> tuple[Table, list[str]]:
+def update_from(source: str) -> tuple[RecipeTable, list[str]]:
     """Read a newer table into Corral's home, and the keys in it that are ignored; what was there stays otherwise."""
     shown = re.sub(r"://[^/@]*@|[?#].*", lambda part: "://" if part[0].startswith("://") else "", source)
     data = _fetched(source, shown)
@@ -201,7 +202,7 @@ def _fetched(source: str, shown: str) -> bytes:
 
 
 def _unknown_keys(body: Mapping[str, Any]) -> list[str]:
-    known = {*Table.__dataclass_fields__, *Row.__dataclass_fields__, "except"}
+    known = {*RecipeTable.__dataclass_fields__, *RecipeRow.__dataclass_fields__, "except"}
     return [plain(key, 60) for key in sorted({key for row in (body, *body["recipes"]) for key in row} - known)][:10]
 
 
@@ -214,7 +215,7 @@ def _renamed(body: object) -> object:
     return {**body, "source": plain(str(body.get("source", "")), 80), "recipes": renamed}
 
 
-def _problem(row: Row) -> str:
+def _problem(row: RecipeRow) -> str:
     """What is wrong with a row; empty where nothing is."""
     patterns = (*row.models, *row.exceptions)
     if not row.models or len(patterns) > _MOST_PATTERNS:
@@ -242,7 +243,7 @@ def _forbidden(words: list[str]) -> str:
     return ""
 
 
-def recipe_for(names: Sequence[str], folder: str, known: Sequence[Table]) -> Recipe:
+def recipe_for(names: Sequence[str], folder: str, known: Sequence[RecipeTable]) -> ModelRecipe:
     """Of a model with any of these names; its folder's chat template, where no row names its tool parser."""
     rows = [
         (row, table)
@@ -251,24 +252,29 @@ def recipe_for(names: Sequence[str], folder: str, known: Sequence[Table]) -> Rec
         for row in table.recipes
         if row.holds_for(name.lower().replace("_", "-"))
     ]
-    fields = ("tool_parser", "reasoning_parser", "arguments", "environment", "least_vllm")
-    chosen = {name: next((getattr(row, name) for row, _ in rows if getattr(row, name) is not None), None)
-              for name in fields}  # fmt: skip
-    if chosen["tool_parser"] is None and folder:
+    source = next((table.label for _, table in rows), "")
+
+    def first(name: str) -> Any:
+        return next((value for row, _ in rows if (value := getattr(row, name)) is not None), None)
+
+    tool_parser = first("tool_parser")
+    if tool_parser is None and folder:
         template = _chat_template(Path(folder))
         markers = [marker for table in known for marker in table.templates]
-        chosen["tool_parser"] = next((one.tool_parser for one in markers if one.has in template), None)
-    return Recipe(**chosen, source=next((table.label for _, table in rows), ""))
+        tool_parser = next((one.tool_parser for one in markers if one.has in template), None)
+    return ModelRecipe(
+        tool_parser, first("reasoning_parser"), first("arguments"), first("environment"), first("least_vllm"), source
+    )
 
 
-def older_engine(model: str, recipe: Recipe, version: str) -> str:
+def older_engine(model: str, recipe: ModelRecipe, version: str) -> str:
     """That a vLLM is older than the model needs; empty where it is not, or where that is not known."""
     if not recipe.least_vllm or not version or _number(version) >= _number(recipe.least_vllm):
         return ""
     return f"{model} needs vLLM {recipe.least_vllm} or later, and {version} would serve it ({recipe.source})"
 
 
-def refuse_old_engine(model: str, recipe: Recipe, version: str, runtime: str, flavour: str) -> None:
+def refuse_old_engine(model: str, recipe: ModelRecipe, version: str, runtime: str, flavour: str) -> None:
     """Refuse it before anything is fetched."""
     if problem := older_engine(model, recipe, version):
         remedy = newer_engine(recipe.least_vllm or "", runtime, flavour)
@@ -292,7 +298,7 @@ def _number(version: str) -> tuple[int, ...]:
 
 
 def applied(
-    recipe: Recipe, said: Sequence[str], environment: Mapping[str, str], flags: FlagList, tools: bool
+    recipe: ModelRecipe, said: Sequence[str], environment: Mapping[str, str], flags: FlagList, tools: bool
 ) -> Applied:
     """What of a recipe is used beside the user's own flags and variables, and what this vLLM does not have."""
     own = {_positive(flag_name(word)) for word in said}
@@ -310,7 +316,8 @@ def applied(
     wanted = {name: value for name, value in (recipe.environment or {}).items() if name not in environment}
     used = {name: value for name, value in wanted.items() if name in flags.variables or not flags.complete}
     lacks += [name for name in wanted if name not in used]
-    notes = [f"tool calls are read by vLLM's parser {api[-1]}; --no-tools switches them off"] if api else []
+    notes = [recipe.problem] if recipe.problem else []
+    notes += [f"tool calls are read by vLLM's parser {api[-1]}; --no-tools switches them off"] if api else []
     if words or used:
         text = ", ".join(filter(None, (" ".join(words), *(f"{name}={value}" for name, value in used.items()))))
         notes.append(f"its recipe ({recipe.source}) sets {text}; --no-recipe leaves it out")

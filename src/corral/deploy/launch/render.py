@@ -18,6 +18,7 @@ from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.deployment.start_times import Expected
 from corral.deploy.deployment.state import Patience
 from corral.deploy.launch.links import RAY_SCRIPT, Gang, LinkedRank, Node, Ports, link_ranks
+from corral.engines.paths import named_paths
 from corral.engines.runtimes.base import EngineCommand, Runtime
 
 if TYPE_CHECKING:
@@ -240,8 +241,8 @@ def _rank(plan: Plan, order: Order, runtime: Runtime, linked: LinkedRank) -> Ran
         argv=tuple(argv),
         env=env,
         cwd=str(files.path),
-        visible=(order.model_path, str(order.folder.node_files), *_secret_files(order)),
-        writable=(str(files.path),),
+        visible=_visible(order, runtime),
+        writable=(str(files.path), *_named(order, runtime, written=True)),
         gpus=plan.inventory.gpu is not None,
         fabric=len(order.nodes) > 1,
     )
@@ -251,6 +252,17 @@ def _rank(plan: Plan, order: Order, runtime: Runtime, linked: LinkedRank) -> Ran
         linked.rank, linked.node.name, wrapped.argv, wrapped.env, unset, str(files.path), serve, wrapped.cleanup,
         wrapped.pid_query,
     )  # fmt: skip
+
+
+def _visible(order: Order, runtime: Runtime) -> tuple[str, ...]:
+    files = (order.model_path, str(order.folder.node_files), *_secret_files(order))
+    return (*files, *_named(order, runtime, written=False))
+
+
+def _named(order: Order, runtime: Runtime, written: bool) -> list[str]:
+    """The paths in the user's arguments that the node has under the same path, and the engine writes to or not."""
+    named = [one.path for one in named_paths(order.extra_args) if one.written == written]
+    return [path for path in named if runtime.outside(path) == path]
 
 
 def _secret_files(order: Order) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from corral.base.errors import AccessError, DoesNotFitError, UnreachableError, UsageError
+from corral.base.errors import AccessError, DoesNotFitError, NotFoundError, UnreachableError, UsageError
 from corral.base.files import read_key
 from corral.deploy.deployment.folder import checked_name
 from corral.deploy.deployment.state import Patience
@@ -20,7 +20,8 @@ from corral.deploy.targets.base import NodeFiles, Target, load_target
 from corral.engines import PINNED_VERSION
 from corral.engines.flags import check_arguments
 from corral.engines.locks import FLAVOURS
-from corral.engines.recipes import Applied, Recipe, applied, recipe_for, refuse_old_engine, tables
+from corral.engines.paths import named_paths
+from corral.engines.recipes import Applied, ModelRecipe, applied, recipe_for, refuse_old_engine, tables
 from corral.engines.runtimes.base import NodeSide, Runtime, make_runtime
 from corral.engines.runtimes.ray import refuse_known_lack
 from corral.engines.settings import joined, read_back
@@ -147,7 +148,7 @@ def decide(request: DeployRequest, target: Target, preview: Preview | None = Non
     name = checked_name(source.name if request.name is None else request.name)
     _refuse_names((served, *request.also_served_as))
     runtime = _checked_runtime(request, target, flavour)
-    recipe, problem = _recipe(request, source, runtime, flavour)  # an engine that is too old is refused
+    recipe = _recipe(request, source, runtime, flavour)  # an engine that is too old is refused
     offline = preview is not None and catalogue.find(source.repo) is not None
     if not offline:
         model_store.check_access(source)
@@ -158,42 +159,41 @@ def decide(request: DeployRequest, target: Target, preview: Preview | None = Non
         if not offline:
             model_store.check_access(source)
     target.check(plan)
+    if preview is None or target.HERE:
+        _refuse_missing(request, target, runtime)
     task = requested_task(plan.model.task, request.extra_args)
-    used = _applied(recipe if task == "generate" else Recipe(), request, runtime)
-    args = (
-        task_arguments(task, plan.model.architecture, request.extra_args)
-        if "--runner" in runtime.flags().takes_value
-        else []
-    )
+    flags = runtime.flags()
+    known = recipe if task == "generate" else ModelRecipe()
+    used = applied(known, request.extra_args, request.extra_env, flags, request.api.tools)
+    words = task_arguments(task, plan.model.architecture, request.extra_args)
     return DeployDecision(
-        request,
-        name,
-        source,
-        served,
-        flavour,
-        plan,
-        inventory,
-        runtime.version,
-        replace(used, notes=(*problem, *used.notes)),
-        task,
-        tuple(args),
-    )
+        request, name, source, served, flavour, plan, inventory, runtime.version, used, task,
+        tuple(words) if "--runner" in flags.takes_value else (),
+    )  # fmt: skip
 
 
-def _recipe(
-    request: DeployRequest, source: ModelSource, runtime: Runtime, flavour: str
-) -> tuple[Recipe, tuple[str, ...]]:
-    """What is known of the model's family, and what is wrong with the user's own table."""
+def _recipe(request: DeployRequest, source: ModelSource, runtime: Runtime, flavour: str) -> ModelRecipe:
+    """What is known of the model's family."""
     if not request.recipe:
-        return Recipe(), ()
+        return ModelRecipe()
     known, problem = tables()
     recipe = recipe_for([source.name, source.repo.rpartition("/")[2]], source.path, known)
     refuse_old_engine(source.name, recipe, runtime.version, request.runtime, flavour)
-    return recipe, (problem,) if problem else ()
+    return replace(recipe, problem=problem)
 
 
-def _applied(recipe: Recipe, request: DeployRequest, runtime: Runtime) -> Applied:
-    return applied(recipe, request.extra_args, request.extra_env, runtime.flags(), request.api.tools)
+def _refuse_missing(request: DeployRequest, target: Target, runtime: Runtime) -> None:
+    """Refuse paths after `--` that a node does not have; what an image itself has cannot be looked for."""
+    wanted = {
+        there: one
+        for one in named_paths(request.extra_args)
+        if (runtime.image or not one.written) and (there := runtime.outside(one.path))
+    }
+    for there, node in target.missing(list(wanted)).items():
+        raise NotFoundError(
+            f"{wanted[there].flag} names {there}, which {node} does not have, or may not read.",
+            "Put it there under this path, or name another after `--`.",
+        )
 
 
 def _refuse_names(names: tuple[str, ...]) -> None:

@@ -11,6 +11,7 @@ nodes again.
 from __future__ import annotations
 
 import contextlib
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -117,6 +118,10 @@ class JobStatus:
     reason: Reason | None = None  # why it ended, or can never start; None: it ended as it should, or not known
 
 
+# $@: paths; prints those that cannot be read
+MISSING = 'for path; do [ -r "$path" ] || printf "%s\\n" "$path"; done'
+
+
 class Preflight:
     """Checks before anything starts; each raises what cannot work."""
 
@@ -126,6 +131,10 @@ class Preflight:
 
     def check(self, plan: Plan) -> None:
         """Refuse a plan that the target cannot run, before anything is installed or fetched."""
+
+    def missing(self, paths: Sequence[str]) -> dict[str, str]:
+        """Which of these paths cannot be read, each with the node; none where no node can be asked now."""
+        return {path: "this machine" for path in paths if not os.access(path, os.R_OK)}
 
     def verify(self, checks: Sequence[NodeCheck]) -> None:
         """Run the runtime's checks on every node; refuse nodes that lack it or differ."""

@@ -30,9 +30,9 @@ from corral.deploy.launch.paste import as_batch
 from corral.deploy.launch.render import LaunchSpec, PlacedFile, agent_spec
 from corral.deploy.slurm import commands
 from corral.deploy.slurm.options import SlurmOptions
-from corral.deploy.slurm.preflight import Allocation, find_allocation, refuse_lacking, refuse_unseen
+from corral.deploy.slurm.preflight import Allocation, find_allocation, on_a_node, refuse_lacking, refuse_unseen
 from corral.deploy.slurm.script import BatchJob, batch_script
-from corral.deploy.targets.base import ChosenPorts, Target, write_node_files
+from corral.deploy.targets.base import MISSING, ChosenPorts, Target, write_node_files
 from corral.deploy.targets.keys import Flag, Shared, Size, at_least, key, number, one_word, only_set, time_limit
 from corral.deploy.targets.slurm_job import SlurmJobs, Submitted, orphan_jobs, submit
 from corral.plan.hardware.inventory import Inventory, parse_gpus
@@ -192,6 +192,14 @@ class SlurmTarget(SlurmJobs, Target):
         if not home.is_absolute():
             raise UsageError(f"Corral's home on the nodes cannot be {self.chosen.home!r}.", "Give an absolute path.")
         return str(home)
+
+    def missing(self, paths: Sequence[str]) -> dict[str, str]:
+        """What this machine lacks, a node may have: it is asked where one is free."""
+        lacking = list(super().missing(paths))
+        if not lacking or not shutil.which("srun"):
+            return {}
+        done = on_a_node(["sh", "-c", MISSING, "corral-paths", *lacking], self._partition_options())
+        return {path: "a node" for path in (done.stdout.splitlines() if done else ()) if path in lacking}
 
     def verify(self, checks: Sequence[NodeCheck]) -> None:
         """The nodes are known only once the job runs; what lies on the shared file system can be checked here."""

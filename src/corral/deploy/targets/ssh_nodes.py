@@ -19,7 +19,7 @@ from corral.base.home import home_dir
 from corral.base.ssh import Ssh, check_host, each
 from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.launch.links import Node
-from corral.deploy.targets.base import NodeFiles, Preflight, Progress
+from corral.deploy.targets.base import MISSING, NodeFiles, Preflight, Progress
 from corral.deploy.targets.keys import a_path, key
 from corral.deploy.targets.keys import hosts as good_hosts
 from corral.deploy.transfer.in_place import lacking
@@ -136,6 +136,17 @@ class SshNodes(Preflight, NodeFiles):
         if self.chosen.gpus:
             return parse_gpus(self.chosen.gpus, count, link)
         return inventory_of([self.facts()[host] for host in self.chosen.hosts], link)
+
+    def missing(self, paths: Sequence[str]) -> dict[str, str]:
+        if self.named or not paths:
+            return {}
+        command = ["sh", "-c", MISSING, "corral-paths", *paths]
+        found: dict[str, str] = {}
+        for host, done in each(self.chosen.hosts, lambda host: self.ssh.run(host, command)).items():
+            if isinstance(done, CorralError):
+                raise done
+            found |= {path: host for path in done.stdout.splitlines() if path in paths and path not in found}
+        return found
 
     def verify(self, checks: Sequence[NodeCheck]) -> None:
         for check in checks:

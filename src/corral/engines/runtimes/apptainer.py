@@ -48,7 +48,6 @@ class ApptainerOptions(ImageOptions):
     """What the user says about Apptainer; its images are .sif files, or docker://…."""
 
     gpus: bool | None = None  # the host's GPUs (--nv, or --rocm for AMD); default: when the plan has GPUs
-    mounts: tuple[str, ...] = ()  # "/data", "/data:/inside", "/data:/inside:rw"
     args: tuple[str, ...] = ()  # further words for `apptainer exec`
     program: str = "apptainer"  # or "singularity"
 

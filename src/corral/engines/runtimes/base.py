@@ -103,6 +103,10 @@ class Runtime(Protocol):
         """Commands for a node that tell whether this runtime can run there. Pure."""
         ...
 
+    def outside(self, path: str) -> str:
+        """Where the node has what a path names inside the runtime; empty for what only an image has."""
+        ...
+
     def question(self, code: str) -> tuple[str, ...]:
         """A command for a node that runs a few lines of Python inside the runtime. Pure."""
         ...
@@ -132,6 +136,9 @@ class OnTheNodes:
     @property
     def carried(self) -> tuple[str, ...]:
         return ()
+
+    def outside(self, path: str) -> str:
+        return path
 
     def stage(self, progress: Callable[[str], None]) -> Self:
         return self

@@ -39,6 +39,8 @@ CLIENTS_OWN = frozenset({"HOME", "PATH", "TMPDIR", "LD_LIBRARY_PATH", "LD_PRELOA
 FROM_THE_NODE = ("CORRAL_LAUNCH", "LOGNAME", "USER")
 VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "cpu": "CUDA_VISIBLE_DEVICES", "rocm": "ROCR_VISIBLE_DEVICES"}
 
+IMAGES_OWN = "/vllm-workspace"  # vLLM's images have its examples there, with chat templates
+
 # $1: client, $2: container's name, $3: owner's label, $4: cache folder; then the client's own words.
 BEGIN = """\
 client=$1 name=$2 owner=$3 cache=$4; shift 4
@@ -154,6 +156,7 @@ class ImageOptions:
 
     image: str = ""  # default: vLLM's own, of the pinned version
     version: str = ""  # of its vLLM, where its name does not tell
+    mounts: tuple[str, ...] = ()  # "/data", "/data:/inside", "/data:/inside:rw"
 
 
 class InImage(OnTheNodes):
@@ -181,6 +184,17 @@ class InImage(OnTheNodes):
     def flags(self) -> FlagList:
         return flags_or_guess(self.version, self.node.version)
 
+    def outside(self, path: str) -> str:
+        mounts = [mount for mount in map(Mount.parse, self.options.mounts) if _below(path, mount.target)]
+        if mounts:
+            mount = max(mounts, key=lambda one: len(one.target))
+            return str(PurePath(mount.source, PurePath(path).relative_to(mount.target)))
+        return "" if _below(path, IMAGES_OWN) else path
+
+
+def _below(path: str, folder: str) -> bool:
+    return PurePath(path).is_relative_to(folder)
+
 
 @dataclass(frozen=True)
 class ContainerOptions(ImageOptions):
@@ -191,7 +205,6 @@ class ContainerOptions(ImageOptions):
     shm_size: str = ""  # /dev/shm of its own: "16g"
     privileged: bool = False
     rdma: bool | None = None  # InfiniBand devices and locked memory; default: with several nodes
-    mounts: tuple[str, ...] = ()  # "/data", "/data:/inside", "/data:/inside:rw"
     user: str = "self"  # "self": files written are the user's own; "image": the image's; or "UID:GID"
     pull: str = "missing"  # "missing", "always", "never"
     init: bool | None = None  # a small first process that passes signals on; default: where there is one

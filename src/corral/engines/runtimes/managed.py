@@ -87,6 +87,9 @@ class ManagedRuntime:
     def image(self) -> str:
         return ""
 
+    def outside(self, path: str) -> str:
+        return path
+
     def question(self, code: str) -> tuple[str, ...]:
         return (*self.python, "-c", code)
 

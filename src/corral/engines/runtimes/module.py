@@ -125,6 +125,9 @@ class ModuleRuntime:
     def image(self) -> str:
         return self.inside.image
 
+    def outside(self, path: str) -> str:
+        return self.inside.outside(path)
+
     def question(self, code: str) -> tuple[str, ...]:
         return self._entered(self.inside.question(code))
 
