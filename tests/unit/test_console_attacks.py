@@ -125,6 +125,23 @@ def test_a_viewer_cannot_tell_which_folders_exist(
             assert len(told) == 1
 
 
+def posted_paths(console: Console) -> set[str]:
+    """Everything that a page posts to."""
+    app: Any = console._app
+    found = {route.path for route in app._app.routes if "POST" in route.methods}
+    assert {"/api/fleet/start", "/api/models/pull", "/api/keys/add", "/api/keys/remove", "/api/play/ask"} <= found
+    return found
+
+
+def test_a_viewer_posts_to_nothing_that_changes_something(viewed: Console) -> None:
+    cookie = enter(viewed)
+    for path in posted_paths(viewed) - {"/api/play/texts"}:  # which only makes text
+        found = ask(viewed, path, "POST", '{"name": "one"}', cookie=cookie, origin=viewed.url,
+                    content_type="application/json")  # fmt: skip
+        assert found.status == 403, path
+        assert "--read-only" in str(found.error["message"])
+
+
 def test_the_cookie_alone_starts_and_stops_nothing(clean_home: Path) -> None:
     """Browsers send a cookie of 127.0.0.1 to all its ports: also to a tunnel, and so to the node behind it."""
     make("one", words=("up", "smollm2")).agent().course(("starting", 1), ("ready", 20))
@@ -132,7 +149,7 @@ def test_the_cookie_alone_starts_and_stops_nothing(clean_home: Path) -> None:
         cookie, other = enter(console), enter(console)
         body = json.dumps({"name": "one"})
         for secret in ("", "guess", SECRETS[other], cookie.partition("=")[2]):
-            for path in ("/api/fleet/start", "/api/fleet/stop", "/api/fleet/access", "/api/play/prompt"):
+            for path in posted_paths(console):
                 found = ask(console, path, "POST", body, cookie=cookie, origin=console.url, x_corral_secret=secret,
                             content_type="application/json")  # fmt: skip
                 assert found.status == 403, path

@@ -72,6 +72,10 @@ def test_what_is_on_disk_is_shown_and_can_be_removed(corral: Corral, tmp_path: P
     assert rows["llama-3.1-8b"]["path"] == str(folder)
     assert rows["somebody/their-model"]["path"] == str(other)
     assert rows["somebody/their-model"]["bytes"] > 1000
+    assert rows["somebody/their-model"]["whole"]
+    (next((other / "snapshots").glob("*/*.safetensors"))).unlink()  # as a download leaves it that was ended
+    assert "partly downloaded" in next(line for line in corral("models", "--all", **env).out.splitlines()
+                                       if line.startswith("somebody/their-model"))  # fmt: skip
     unknown = corral("models", "remove", "their-model", **env)
     assert unknown.code == 3
     assert "somebody/their-model" in unknown.err

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -11,7 +11,10 @@ from corral.cli.help_pages import WholeGroup
 from corral.cli.options import json_option
 from corral.lab.report.screen import print_json, print_table
 from corral.plan.hardware.inventory import Inventory
-from corral.plan.models.store import ShelvedModel, known_name, on_disk, remove
+from corral.plan.models.store import known_name, on_disk, remove
+
+if TYPE_CHECKING:  # the planner is loaded by the command alone
+    from corral.plan.model_list import ListedModel
 
 
 @click.group(cls=WholeGroup, invoke_without_command=True)
@@ -28,42 +31,43 @@ def command(context: click.Context, gpus: str | None, search: str, everything: b
     """
     if context.invoked_subcommand is not None:
         return
-    rows = _rows(_inventory(gpus), on_disk(), search)
+    from corral.plan.model_list import found_by, known_models, with_disk
+
+    rows = found_by(search, with_disk(known_models(_inventory(gpus)), on_disk()))
     if as_json:
         print_json(rows)
         return
     shown = rows if everything or search else _shown(rows)
-    cells = [
-        [r["name"], _billions(r), _gigabytes(r["bytes"]), r["fits"], ", ".join(_remarks(r)), r["path"]] for r in shown
-    ]
+    cells = [[r.name, _billions(r), _gigabytes(r.bytes), r.fits, ", ".join(_remarks(r)), r.path] for r in shown]
     headings = ["NAME", "PARAMETERS", "WEIGHTS", f"FITS {gpus or 'HERE'}", "REMARKS", "ON DISK"]
     print_table(headings, cells, left=1, tail=3)
     if len(shown) < len(rows):
         click.echo(f"\n{len(rows) - len(shown)} more do not fit or are other formats: --all, --search")
 
 
-def _shown(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _shown(rows: list[ListedModel]) -> list[ListedModel]:
     """What fits, once for each model, and what is on disk."""
     families: set[str] = set()
     shown = []
     for row in rows:
-        fits = row["fits"] not in ("", "no") and row["family"] not in families
-        if fits or row["path"]:
+        fits = row.fits not in ("", "no") and row.family not in families
+        if fits or row.path:
             shown.append(row)
-            families.add(row["family"])
+            families.add(row.family)
     return shown
 
 
-def _billions(row: dict[str, Any]) -> str:
-    if not row["parameters"]:
+def _billions(row: ListedModel) -> str:
+    if not row.parameters:
         return ""
-    whole, active = row["parameters"] / 1e9, row["active_parameters"] / 1e9
+    whole, active = row.parameters / 1e9, row.active_parameters / 1e9
     return f"{whole:.3g} B" + (f", {active:.2g} active" if active < 0.7 * whole else "")
 
 
-def _remarks(row: dict[str, Any]) -> list[str]:
-    task = row["task"] if row["task"] not in ("", "generate") else ""
-    return [word for word in (task, "gated" if row["gated"] else "") if word]
+def _remarks(row: ListedModel) -> list[str]:
+    task = row.task if row.task not in ("", "generate") else ""
+    part = "partly downloaded" if row.path and not row.whole else ""
+    return [word for word in (task, "gated" if row.gated else "", part) if word]
 
 
 @command.command("remove")
@@ -109,59 +113,6 @@ def _inventory(gpus: str | None) -> Inventory:
     from corral.plan.hardware.inventory import parse_gpus, probe
 
     return parse_gpus(gpus) if gpus else probe()
-
-
-def _rows(inventory: Inventory, stored: list[ShelvedModel], search: str) -> list[dict[str, Any]]:
-    """Models of the catalogue by size, those stored as they were trained first, then what else is on disk."""
-    from corral.plan.models import catalogue
-    from corral.plan.models.facts import facts_from_entry
-
-    on_disk = {model.name: model for model in stored}
-    rows: list[dict[str, Any]] = []
-    for entry in catalogue.search(search):
-        if entry.name.startswith("llama-3.1-405b-first-upload"):
-            continue  # for checking old figures, not for serving
-        facts, here = facts_from_entry(entry), on_disk.pop(entry.name, None)
-        rows.append(
-            {
-                "name": entry.name,
-                "repository": entry.repo,
-                "task": entry.task,
-                "family": entry.family,
-                "parameters": facts.parameters,
-                "active_parameters": facts.active_parameters,
-                "weights": facts.weights,
-                "bytes": facts.weights_bytes,
-                "fits": _fits(facts, inventory),
-                "gated": entry.gated,
-                "path": here.path if here else "",
-            }
-        )
-    rows.sort(key=lambda row: (row["parameters"], row["family"], -row["bytes"], row["name"]))
-    unknown = dict.fromkeys(rows[0], "") if rows else {}
-    others = [
-        {**unknown, "name": m.name, "repository": "", "task": "", "family": m.name, "parameters": 0,
-         "active_parameters": 0, "bytes": m.stored_bytes, "fits": "", "gated": False, "path": m.path}
-        for m in on_disk.values()
-        if all(word in m.name.lower() for word in search.lower().split())
-    ]  # fmt: skip
-    return rows + others
-
-
-def _fits(facts: Any, inventory: Inventory) -> str:
-    """How it would run as it is stored: `yes`, `context 24,576` when not at full length, or `no`."""
-    from corral.plan.candidate import Tuning
-    from corral.plan.choose import decide
-    from corral.plan.contract import Goal
-    from corral.plan.settings import Fixed
-
-    if inventory.gpu and facts.weights_bytes > inventory.gpus * inventory.memory_bytes_per_gpu:
-        return "no"
-    made = decide(facts, inventory, Goal(), Fixed(weights=facts.weights if inventory.gpu else None), Tuning())
-    if not made.fits:
-        return "no"
-    length = made.chosen.max_model_len
-    return "yes" if length >= facts.max_context else f"context {length:,}"
 
 
 def _gigabytes(size: int) -> str:

@@ -32,7 +32,7 @@ from corral.plan.reasons import explain
 FRESH_S = 60.0  # how long a model's facts and this machine's hardware are taken as read
 _WHOLE = ("nodes", "context", "concurrency", "prompt", "output", "count")
 _REAL = ("price", "storage")
-_REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _TEXTS = ("model", "kind", "link", "goal", "weights", "kv", "profile")
 
 
@@ -137,7 +137,7 @@ def read_question(query: Mapping[str, str], facts_cache: FactCache, read_only: b
 
 def refuse_folder(model: str, repositories: bool = True) -> None:
     """Refuse what can only be a folder, there or not: to a reader the answer would tell which folders exist."""
-    is_repository = repositories and _REPOSITORY.fullmatch(model)
+    is_repository = repositories and REPOSITORY.fullmatch(model)
     if not (is_repository or find(model) or model in (one.name for one in on_disk())):
         raise NotFoundError(
             f"no model is called {model[:80]!r}; this console runs with --read-only and plans no folder.",

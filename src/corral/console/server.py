@@ -23,14 +23,14 @@ from corral import __version__
 from corral.base.errors import CorralError, NotFoundError
 from corral.base.files import make_private_dir, write_atomic
 from corral.base.home import home_dir
-from corral.console import fleet, live, plans, play, runs
+from corral.console import fleet, keys, live, models, plans, play, runs
 from corral.console.context import ConsoleContext, answer, refusal
 from corral.console.guard import Guard, Tickets
 from corral.console.play import ASKING, TELLING
 from corral.serve.asgi_server import Hosted
 from corral.serve.connections import LIMITS, ServerLimits
 
-VIEWS = (fleet, live, play, plans, runs)
+VIEWS = (fleet, live, play, plans, models, runs, keys)
 TYPES = {
     "html": "text/html",
     "css": "text/css",
@@ -43,7 +43,11 @@ def make_app(context: ConsoleContext) -> Starlette:
     """Everything behind the guard."""
 
     async def about(_: Request) -> Response:
-        known = {"version": __version__, "host": platform.node()}
+        known = {
+            "version": __version__,
+            "host": platform.node(),
+            "keys": not context.read_only and keys.has_gateways(),
+        }
         return answer({**known, "read_only": context.read_only, "asks": context.asks})
 
     async def command(request: Request) -> Response:

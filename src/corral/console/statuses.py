@@ -36,6 +36,7 @@ from corral.deploy.lifecycle.deployments import (
     Status,
     held_job,
     members,
+    plan_of,
     status,
     target_of,
     unreadable,
@@ -291,9 +292,25 @@ def _row(
         "ready_at_s": ready_at_s(phases),
         "job": to_json(job),
         "nodes": to_json(nodes),
+        "memory": _memory(folder),
         "ranks": len(folder.ranks()),
         "stop": None if now.state in ENDED else line_of(["down", now.name]),
         "restart": line_of(argv) if argv else None,
+    }
+
+
+def _memory(folder: DeploymentFolder) -> dict[str, Any] | None:
+    """What the plan gives it on each GPU, or on the machine where there is none."""
+    plan = plan_of(folder)
+    if plan is None:
+        return None
+    planned = plan.memory
+    return {
+        "gpu": plan.inventory.gpu,
+        "weights_bytes": planned.weights_bytes_per_gpu,
+        "kv_bytes": max(0, planned.kv_cache_bytes_per_gpu),
+        "budget_bytes": planned.budget_bytes_per_gpu,
+        "total_bytes": plan.inventory.memory_bytes_per_gpu or plan.inventory.host_memory_bytes,
     }
 
 

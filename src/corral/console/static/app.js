@@ -3,7 +3,7 @@
 import { el, fill, problem, sentence } from "/static/dom.js";
 import { get, post, stream } from "/static/net.js";
 
-const VIEWS = { fleet: "Overview", live: "Live", play: "Playground", plan: "Plan", runs: "Runs" };
+const VIEWS = { fleet: "Overview", live: "Live", nodes: "Nodes", play: "Playground", plan: "Plan", models: "Models", runs: "Runs", keys: "Keys" };
 const main = document.getElementById("main");
 let unmount = () => {};
 let turn = 0;
@@ -21,6 +21,7 @@ async function show() {
   for (const link of document.querySelectorAll("nav a")) {
     const here = link.getAttribute("href") === `#/${view}`;
     here ? link.setAttribute("aria-current", "page") : link.removeAttribute("aria-current");
+    if (here) link.scrollIntoView({ block: "nearest", inline: "nearest" });
   }
   document.title = `${VIEWS[view]} – Corral`;
   try { unmount(); } finally { unmount = () => {}; }
@@ -41,6 +42,7 @@ function context(path, query) {
     get, post, el, toast, path, query,
     readOnly: about.read_only,
     asks: about.asks,
+    host: about.host,
     /** What was entered stands in the address, for a reload and a bookmark. */
     entered: (where, values) => { history.replaceState(null, "", `#/${where}${values.size ? `?${values}` : ""}`); },
     go: (hash) => { location.hash = hash; },
@@ -67,6 +69,7 @@ function toast(text) {
 asked.then((known) => {
   document.getElementById("host").textContent = `${known.host} · ${known.version}`;
   document.getElementById("read-only").hidden = !known.read_only;
+  document.getElementById("keys").hidden = !known.keys;
 }).catch(() => {});
 window.addEventListener("hashchange", show);
 show();

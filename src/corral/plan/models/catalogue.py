@@ -194,12 +194,6 @@ def _named(wanted: str, among: Mapping[str, Entry]) -> Entry | None:
     return next((e for e in among.values() if wanted in (repo.lower() for repo in (e.repo, *e.aliases))), None)
 
 
-def search(words: str) -> list[Entry]:
-    """Entries whose name, repository or task has every one of the words."""
-    wanted = words.lower().split()
-    return [e for e in entries().values() if all(word in f"{e.name} {e.repo} {e.task}".lower() for word in wanted)]
-
-
 def repositories(repo: str) -> tuple[str, ...]:
     """The repository under the name that it has, and under those that it had."""
     entry = find(repo)

@@ -73,6 +73,7 @@ class ModelFacts:
     drafting_parameters: int = 0  # of layers that vLLM loads for speculation only; not among `parameters`
     encoder: bool = False  # reads a text at once; has no KV cache
     task: str = "generate"  # what it is served for: generate | embed | classify | rerank | transcribe
+    images: bool = False  # reads pictures beside text
 
     def __post_init__(self) -> None:
         """Facts that an older Corral wrote lack the caches: what they say of heads and windows is all there was."""
@@ -133,6 +134,7 @@ def facts_from_config(
     window, sliding = shape.sliding
     experts, quant = shape.experts, shape.quantisation
     dense = next((one.dense.width for one in shape.layers if one.dense), shape.intermediate)
+    task = task_of(config, shape.architecture, name)
     return ModelFacts(
         name=name,
         location=location,
@@ -168,7 +170,8 @@ def facts_from_config(
         block=quant.block,
         drafting_parameters=drafting_parameters(shape),
         encoder=shape.encoder,
-        task=task_of(config, shape.architecture, name),
+        task=task,
+        images=task == "generate" and isinstance(config.get("vision_config"), Mapping),
     )
 
 

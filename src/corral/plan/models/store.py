@@ -174,7 +174,7 @@ def _download_watched(repo: str, total: int, cache: Path, progress: FetchProgres
         except BaseException as error:
             result["error"] = error
 
-    blobs = cache / f"models--{repo.replace('/', '--')}" / "blobs"
+    blobs = _blobs(cache, repo)
     before = _folder_bytes(blobs)
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
@@ -264,7 +264,7 @@ class ShelvedModel:
 
 
 def on_disk() -> list[ShelvedModel]:
-    """Every model that can be served without fetching anything, by name."""
+    """Every model on this machine's disk, by name, also those that were downloaded in part."""
     return sorted([*_own(), *_cached()], key=lambda model: model.name)
 
 
@@ -293,6 +293,23 @@ def _cached() -> list[ShelvedModel]:
         for repo in repositories
         if any(file.file_name == "config.json" for revision in repo.revisions for file in revision.files)
     ]
+
+
+def is_whole(model: ShelvedModel) -> bool:
+    """Whether nothing of it has to be fetched any more."""
+    return not model.in_hub_cache or cached_snapshot(model.name) is not None
+
+
+def cached_bytes(repo: str) -> int:
+    """What the hub's cache has of a repository, files that are still being downloaded included."""
+    from huggingface_hub import constants
+
+    names = catalogue.repositories(repo)
+    return sum(_folder_bytes(_blobs(Path(constants.HF_HUB_CACHE), name)) for name in names)
+
+
+def _blobs(cache: Path, repo: str) -> Path:
+    return cache / f"models--{repo.replace('/', '--')}" / "blobs"
 
 
 def known_name(repo: str) -> str:
