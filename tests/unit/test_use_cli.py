@@ -71,6 +71,45 @@ def test_complete(server: FakeServer, tmp_path: Path) -> None:
     assert len(several.stdout.splitlines()) == 3
 
 
+def test_an_answer_of_a_schema_is_checked(tmp_path: Path) -> None:
+    schema = tmp_path / "s.json"
+    schema.write_text('{"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}')
+    with FakeServer() as json_server:
+        done = corral(json_server, "complete", "A person:", "--schema", str(schema))
+        assert (done.returncode, json.loads(done.stdout)) == (0, {"age": 42})
+        cut = corral(json_server, "complete", "A person:", "--schema", str(schema), "--max-tokens", "2")
+        assert (cut.returncode, "cut at 2 tokens" in cut.stderr) == (7, True)
+        both = corral(json_server, "complete", "A person:", "--schema", str(schema), "--regex", "x")
+        assert (both.returncode, "--schema and --regex" in both.stderr) == (2, True)
+    with FakeServer(FakeOptions(answer="no JSON")) as words_server:
+        for more in ((), ("--json",), ("-n", "2"), ("--logprobs", "1")):
+            refused = corral(words_server, "complete", "A person:", "--schema", str(schema), *more)
+            assert (refused.returncode, "the answer is not JSON" in refused.stderr) == (7, True)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("{", "not valid JSON"),
+        ("[1]", "is not an object"),
+        ('{"age": 3}', "none of the keywords"),
+        ("{}", "none of the keywords"),
+        ('{"type": "int"}', "type is 'int'"),
+        ('{"type": "object", "properties": ["age"]}', "properties is no object"),
+        ('{"properties": {"a": {"items": {"type": 3}}}}', "properties.a.items.type is 3"),
+        ('{"type": "object", "required": "age"}', "required is no list"),
+        ('{"anyOf": [{"type": "string"}, 3]}', "anyOf[1] is no schema"),
+        ('{"enum": 3}', "enum is no list"),
+        ("[" * 1000, "nested|not valid"),
+    ],
+)
+def test_what_is_no_schema_is_refused_before_anything_is_sent(tmp_path: Path, text: str, problem: str) -> None:
+    (tmp_path / "s.json").write_text(text)
+    done = corral(None, "complete", "x", "--url", "http://127.0.0.1:9", "--schema", str(tmp_path / "s.json"))
+    assert done.returncode == 10
+    assert any(part in done.stderr.replace("\n", " ") for part in problem.split("|"))
+
+
 def test_json_is_the_servers_own_response(server: FakeServer) -> None:
     done = corral(server, "complete", "San", "--json", "--logprobs", "2", "--max-tokens", "3", "--seed", "1")
     import urllib.request

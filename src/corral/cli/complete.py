@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from corral.base.errors import DataError, UsageError
+from corral.base.errors import DataError, EngineError, UsageError
 from corral.base.files import read_text
 from corral.cli.options import endpoint_options, sampling_options, taken_sampling
 from corral.lab.report.tables import room
+
+if TYPE_CHECKING:
+    from corral.client.reply import Choice, Reply
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 118})
@@ -19,8 +23,11 @@ from corral.lab.report.tables import room
 @click.option("-f", "--file", "file", metavar="FILE", help="Read the prompt from a file; - is standard input.")
 @endpoint_options
 @sampling_options
+@click.option(
+    "--schema", metavar="FILE", help="The answer is JSON of the schema in this file, and is checked to be JSON."
+)
 @click.option("--json", "as_json", is_flag=True, help="The server's response, untouched.")
-def command(prompt: str | None, file: str | None, as_json: bool, **given: Any) -> None:
+def command(prompt: str | None, file: str | None, schema: str | None, as_json: bool, **given: Any) -> None:
     """Continue PROMPT. The text goes to stdout as it is made.
 
     With --logprobs or --prompt-logprobs each token is shown with its probability, its rank and the alternatives.
@@ -32,21 +39,53 @@ def command(prompt: str | None, file: str | None, as_json: bool, **given: Any) -
     if not text:
         raise UsageError("the prompt is empty.", 'For example: corral complete "San Francisco is a"')
     sampling = taken_sampling(given)
+    if schema is not None:
+        sampling = _with_schema(sampling, schema)
     path, body = request_for(text, sampling)
     endpoint = resolve(given["name"], url=given["url"], key_file=given["key_file"], model=given["model"])
+    reply: Reply | None
     with LLM(endpoint) as llm:
         if as_json:
             if "return_token_ids" not in (sampling.get("extra") or {}):
                 body.pop("return_token_ids", None)  # it was not asked for
-            click.echo(llm.aio.client.request_sync(path, body).raw)
+            reply = llm.aio.client.request_sync(path, body)
+            click.echo(reply.raw)
         elif "logprobs" in sampling or "prompt_logprobs" in sampling:
-            _show_tokens(llm, text, sampling)
+            reply = _show_tokens(llm, text, sampling)
         elif (sampling.get("n") or 1) > 1:
-            choices = llm.complete(text, **sampling).choices
-            for choice in choices:
-                _show_choice(choice, len(choices))
+            reply = llm.complete(text, **sampling)
+            for choice in reply.choices:
+                _show_choice(choice, len(reply.choices))
         else:
-            _stream(llm, text, sampling)
+            reply = _stream(llm, text, sampling)
+    if schema is not None and reply is not None:
+        for choice in reply.choices:
+            _check_json(choice, reply)
+
+
+def _with_schema(sampling: dict[str, Any], path: str) -> dict[str, Any]:
+    from corral.client.json_schema import read_schema, schema_format
+    from corral.client.sampling import STRUCTURED
+
+    extra = sampling.get("extra") or {}
+    if others := [f"--{name.replace('_', '-')}" for name in STRUCTURED if name in sampling]:
+        raise UsageError(f"--schema and {others[0]} both say the answer's form.", "Give one of them.")
+    return {**sampling, "extra": {**extra, "response_format": schema_format(read_schema(path))}}
+
+
+def _check_json(choice: Choice, reply: Reply) -> None:
+    """Refuse an answer that is not JSON: cut off, or from a server that does not enforce schemas."""
+    try:
+        json.loads(choice.text)
+    except (ValueError, RecursionError) as error:
+        if choice.finish_reason == "length":
+            spent = reply.usage.completion_tokens if reply.usage else "its"
+            raise EngineError(
+                f"the answer is not whole JSON: it was cut at {spent} tokens.", "Raise --max-tokens."
+            ) from None
+        raise EngineError(
+            f"the answer is not JSON: {error}.", "Does the server enforce `response_format`? vLLM does."
+        ) from None
 
 
 def _prompt(prompt: str | None, file: str | None) -> str:
@@ -67,7 +106,7 @@ def _prompt(prompt: str | None, file: str | None) -> str:
         raise DataError(f"standard input is not UTF-8 (byte {error.start}).", "Convert it with iconv.") from None
 
 
-def _stream(llm: Any, text: str, sampling: dict[str, Any]) -> None:
+def _stream(llm: Any, text: str, sampling: dict[str, Any]) -> Reply | None:
     stream, begun = llm.stream(text, **sampling), False
     try:
         for piece in stream:
@@ -81,6 +120,8 @@ def _stream(llm: Any, text: str, sampling: dict[str, Any]) -> None:
     click.echo()
     if stream.reply is not None:
         _note_end(stream.reply.finish_reason, stream.reply)
+    reply: Reply | None = stream.reply
+    return reply
 
 
 def shown(text: str) -> str:
@@ -103,10 +144,12 @@ def _show_choice(choice: Any, of: int) -> None:
     click.echo(shown(choice.text))
 
 
-def _show_tokens(llm: Any, text: str, sampling: dict[str, Any]) -> None:
+def _show_tokens(llm: Any, text: str, sampling: dict[str, Any]) -> Reply:
     from corral.client.client import wait
 
-    show_views(*wait(llm.aio.explained(text, **sampling)))
+    views, reply = wait(llm.aio.explained(text, **sampling))
+    show_views(views, reply)
+    return cast("Reply", reply)
 
 
 def show_views(views: list[Any], reply: Any) -> None:

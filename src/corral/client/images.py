@@ -6,30 +6,34 @@ Other URLs (`https:`, `data:`) are the server's to fetch and to check.
 from __future__ import annotations
 
 import base64
+import copy
 import os
+import re
 import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 from corral.base.errors import DataError
 
 MOST_BYTES = 20 << 20
+MOST_OF_A_REQUEST = 64 << 20  # all pictures of a batch's row together
 _KINDS = (  # media type, the bytes that say it, and where they are
     ("png", b"\x89PNG\r\n\x1a\n", 0), ("jpeg", b"\xff\xd8\xff", 0), ("gif", b"GIF8", 0), ("webp", b"WEBP", 8),
 )  # fmt: skip
 
 
-def read_image(path: Path, most: int = MOST_BYTES) -> str:
+def read_image(path: Path) -> str:
     """The `data:` URL of a picture."""
-    content = _content(path, most)
+    content = _content(path)
     return f"data:image/{_kind(path, content[:16])};base64,{base64.b64encode(content).decode()}"
 
 
-def check_image(path: Path, most: int = MOST_BYTES) -> None:
-    """Refuse what `read_image` would refuse, from the file's first bytes and its size."""
-    _kind(path, _content(path, most, 16))
+def check_image(path: Path) -> int:
+    """Refuse what `read_image` would refuse, from the file's first bytes and its size, which is returned."""
+    _kind(path, _content(path, 16))
+    return path.stat().st_size
 
 
 def image_part(url: str) -> dict[str, Any]:
@@ -37,27 +41,55 @@ def image_part(url: str) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": url}}
 
 
-def local_images(messages: Any, folder: Path) -> Iterator[tuple[Mapping[str, Any], Path]]:
-    """The image parts of messages that name a file, each with its path; relative ones lie in the folder."""
+def check_images(body: Mapping[str, Any], folder: Path | None) -> None:
+    """Refuse a request whose pictures `with_images` would refuse."""
+    left = MOST_OF_A_REQUEST
+    for _, path in _local_images(body, folder):
+        left = _after(check_image(path), left)
+
+
+def with_images(body: Mapping[str, Any], folder: Path | None) -> tuple[Mapping[str, Any], int]:
+    """A request with the pictures where it names files, and their bytes; paths are relative to the folder."""
+    if next(_local_images(body, folder), None) is None:
+        return body, 0
+    body, left = {**body, "messages": copy.deepcopy(body["messages"])}, MOST_OF_A_REQUEST
+    for part, path in _local_images(body, folder):
+        url = read_image(path)
+        data = url.partition(",")[2]
+        left = _after(len(data) // 4 * 3 - data[-2:].count("="), left)
+        image = part["image_url"]
+        part["image_url"] = {**image, "url": url} if isinstance(image, dict) else {"url": url}
+    return body, MOST_OF_A_REQUEST - left
+
+
+def _after(size: int, left: int) -> int:
+    if size > left:
+        raise DataError(f"the pictures have more than {MOST_OF_A_REQUEST >> 20} MiB.", "Scale them down.")
+    return left - size
+
+
+def _local_images(body: Mapping[str, Any], folder: Path | None) -> Iterator[tuple[dict[str, Any], Path]]:
+    """The image parts of a request's messages that name a file, each with its path."""
+    messages = body.get("messages")
     for message in messages if isinstance(messages, list) else ():
         content = message.get("content") if isinstance(message, dict) else None
         for part in content if isinstance(content, list) else ():
             image = part.get("image_url") if isinstance(part, dict) else None
             url = image.get("url") if isinstance(image, dict) else image
             if isinstance(url, str) and (path := _path(url)):
-                yield part, folder / path
+                if folder is None and not path.startswith("/"):
+                    raise DataError(f"the picture {path} has no folder: the input is no file.", "Give whole paths.")
+                yield part, (folder or Path("/")) / path
 
 
 def _path(url: str) -> str:
     """The path that a URL without a scheme, or a `file:` URL, stands for; empty for others."""
-    if url.startswith("file:"):
-        parts = urlsplit(url)
-        return unquote(parts.path) if parts.netloc in ("", "localhost") else ""
-    head = url.partition(":")[0]
-    return "" if head != url and head.isalnum() and len(head) > 1 else url
+    if found := re.match(r"file:(?://(?:localhost)?(?=/))?", url):
+        return unquote(url[found.end() :])
+    return "" if re.match(r"[A-Za-z][A-Za-z0-9+.-]*:", url) else url
 
 
-def _content(path: Path, most: int, first: int | None = None) -> bytes:
+def _content(path: Path, first: int = MOST_BYTES + 1) -> bytes:
     """What a regular file holds (or how it begins), when it is not too large."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe must not wait for its writer
@@ -66,13 +98,13 @@ def _content(path: Path, most: int, first: int | None = None) -> bytes:
             os.close(descriptor)
             raise DataError(f"{path} is not a file.", "Name a picture.")
         with os.fdopen(descriptor, "rb") as file:
-            content = file.read(most + 1 if first is None else first)
+            content = file.read(first)
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
         raise DataError(f"the picture {path} cannot be read: {why}.", "Check the path and the permissions.") from None
-    if max(len(content), about.st_size) > most:
+    if max(len(content), about.st_size) > MOST_BYTES:
         raise DataError(
-            f"the picture {path} has {about.st_size / (1 << 20):,.1f} MiB; at most {most >> 20} MiB are sent.",
+            f"the picture {path} has {about.st_size / (1 << 20):,.1f} MiB; at most {MOST_BYTES >> 20} MiB are sent.",
             "Scale it down: models reduce large pictures anyway.",
         )
     return content

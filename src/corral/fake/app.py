@@ -35,7 +35,7 @@ from corral.fake.exchange import Context, FakeExchange, refuse
 from corral.fake.faults import Fault, FaultBook, parse_fault
 from corral.fake.metrics import Metrics, TruthLog
 from corral.fake.pace import FakeEngine, FakeJob, Pace
-from corral.fake.query import FakeRefusedError, Query, messages_text, read_query, scripted_call
+from corral.fake.query import FakeRefusedError, Query, instance_of, messages_text, read_query, scripted_call
 from corral.fake.shapes import dumps
 
 _BLOCK_BYTES = 64  # about 16 tokens: the block of the prefix cache
@@ -209,6 +209,8 @@ class App:
         limit = query.limit(index, self.options.max_model_len)
         if query.call:
             return words.answer_of(query.call[1], key, limit, "tool_calls")
+        if query.form is not None and not self.options.answer:
+            return words.answer_of(json.dumps(instance_of(query.form)), key, limit)
         if self.options.answer:
             return words.answer_of(self.options.answer, key, limit)
         natural = None

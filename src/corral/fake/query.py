@@ -69,6 +69,7 @@ class Query:
     prompt_logprobs: int | None = None
     given_ids: list[list[int]] | None = None  # when prompts came as token ids
     call: tuple[str, str] | None = None  # the tool to call, and its arguments as JSON
+    form: Any = None  # the JSON schema of the answer
     thoughts: int = 0  # tokens of a chat answer that come first, as `reasoning`
 
     def ids(self, index: int) -> list[int]:
@@ -140,6 +141,7 @@ def _read_options(query: Query, body: dict[str, Any]) -> None:
             raise FakeRefusedError(400, message, param="stream_options")
         query.include_usage = bool(options.get("include_usage"))
         query.continuous_usage = query.include_usage and bool(options.get("continuous_usage_stats"))
+    query.form = _form(body)
     query.min_tokens = body.get("min_tokens") or 0
     if query.max_tokens is not None and query.min_tokens > query.max_tokens:
         message = f"min_tokens must be less than or equal to max_tokens={query.max_tokens}, got {query.min_tokens}."
@@ -166,6 +168,29 @@ def _read_options(query: Query, body: dict[str, Any]) -> None:
     if query.prompt_logprobs and query.stream:
         message = "`prompt_logprobs` are not available when `stream=True`."
         raise FakeRefusedError(400, message, param="prompt_logprobs")
+
+
+def _form(body: dict[str, Any]) -> Any:
+    """The JSON schema that a request wants its answer to have."""
+    wanted = body.get("response_format") or {}
+    if isinstance(wanted, dict) and wanted.get("type") == "json_schema":
+        return (wanted.get("json_schema") or {}).get("schema")
+    return (body.get("structured_outputs") or {}).get("json")
+
+
+def instance_of(schema: Any) -> Any:
+    """A value of a JSON schema, the same every time; what needs more than types is not looked at."""
+    if not isinstance(schema, dict):
+        return None
+    if schema.get("enum"):
+        return schema["enum"][0]
+    if one := next((schema[name] for name in ("anyOf", "oneOf", "allOf") if schema.get(name)), None):
+        return instance_of(one[0])
+    kind = schema.get("type", "object" if "properties" in schema else "null")
+    if kind == "object":
+        return {name: instance_of(one) for name, one in (schema.get("properties") or {}).items()}
+    values: dict[str, Any] = {"string": "word", "integer": 42, "number": 0.5, "boolean": True}
+    return [instance_of(schema.get("items"))] if kind == "array" else values.get(str(kind))
 
 
 def _check_range(name: str, value: Any) -> None:

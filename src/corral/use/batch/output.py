@@ -24,6 +24,7 @@ from corral.base.errors import CorralError, DataError, UsageError
 from corral.base.files import create_private
 from corral.client.client import CHAT, COMPLETIONS
 from corral.client.errors import error_body
+from corral.client.images import with_images
 from corral.client.pool import Page
 from corral.client.pooling import EMBEDDINGS, RERANK, checked_body, prompt_tokens, ranking, vectors
 from corral.client.reply import Reply
@@ -72,15 +73,19 @@ class BatchWork:
     """Turns rows into requests and replies into lines, for `corral batch`."""
 
     def __init__(
-        self, recipe: Recipe, table: Table, models: tuple[str, ...], shape: str, answer: str, as_service: bool = False
-    ) -> None:
+        self, recipe: Recipe, table: Table, models: tuple[str, ...], shape: str, answer: str,
+        as_service: bool = False, folder: Path | None = None,
+    ) -> None:  # fmt: skip
         self._recipe, self._table, self._models = recipe, table, models
         self._shape, self._answer, self._as_service = shape, answer, as_service
+        self._folder = folder  # of the input
 
     def first_step(self, number: int, raw: bytes) -> RowStep:
         parsed = self._recipe.read(raw, self._table.lines[number], self._models)
         page = parsed.path not in (CHAT, COMPLETIONS)
-        return RowStep([RowRequest(parsed.path, parsed.body, page=page)], parsed)
+        # rows of the service come from others, and must not read files of this machine
+        body, size = (parsed.body, 0) if self._as_service else with_images(parsed.body, self._folder)
+        return RowStep([RowRequest(parsed.path, body, size, page)], parsed)
 
     def result(self, number: int, context: Any, replies: Sequence[Reply | Page]) -> bytes:
         reply = replies[0]

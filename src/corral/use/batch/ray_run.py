@@ -188,9 +188,11 @@ class _EngineRun:
         return EngineError("Ray Data returned no row for it.")
 
     def _line(self, number: int) -> bytes:
-        parsed: Parsed = self._work.first_step(number, self._reader.raw(number)).context
+        step = self._work.first_step(number, self._reader.raw(number))
+        parsed, body = step.context, step.requests[0].body
         what = "messages" if parsed.path == CHAT else "prompt"
-        row = {"corral_row": number, what: parsed.body[what], "sampling_params": _params(parsed)}
+        assert not isinstance(body, bytes)
+        row = {"corral_row": number, what: body[what], "sampling_params": _params(parsed)}
         return _encode(row) + b"\n"
 
     def _add(self, answer: RayAnswer) -> None:

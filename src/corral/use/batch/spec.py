@@ -146,7 +146,8 @@ class PreparedBatch:
         """The requests and the result lines of the rows."""
         record = self.record
         models = (record.model,) if record.model else ()
-        return BatchWork(record.recipe, self.table, models, record.shape, record.answer, record.as_service)
+        folder = Path(record.input).parent if record.input != "-" else None
+        return BatchWork(record.recipe, self.table, models, record.shape, record.answer, record.as_service, folder)
 
     def bad_rows(self) -> Iterator[LedgerEntry]:
         """The error lines of rows that were found bad."""
@@ -262,7 +263,7 @@ def _check(
 ) -> _CheckedInput:
     """Read the whole input; refuse it when it has problems that are not to be skipped."""
     added = spec.answer if spec.shape != OPENAI else None
-    scanned = scan(source, recipe, folder, models=models, added=added, context=context)
+    scanned = scan(source, recipe, folder, models=models, added=added, context=context, local=not spec.as_service)
     if context is not None and counter is not None and scanned.long_rows:
         mark_too_long(scanned, counter, context)
     scanned.problems.settle(source, len(scanned.table), spec.skip_bad, "do")

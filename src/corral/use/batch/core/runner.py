@@ -97,7 +97,7 @@ class RunnerSettings:
     runaway_rows: int = 100  # of so many finished rows …
     runaway_share: float = 0.8  # … this share may fail; 1 never stops
     refusals_fail: bool = True  # a row that the server refuses (4xx) counts among these
-    most_weight: int | None = None  # of requests at one server at once; a heavier one goes alone
+    most_weight: int = 1 << 30  # of requests at one server at once, bytes of pictures; a heavier one goes alone
     wait: bool = False  # also for a server that has ended, and comes back only if somebody starts it again
 
 
@@ -233,7 +233,7 @@ class Runner:
             part, self._held = self._held or self._next_request(), None
             if part is None:
                 break
-            if most is not None and not _fits(most, lane, *part):
+            if not _fits(most, lane, *part):
                 self._held = part
                 break
             self._send(lane, *part)

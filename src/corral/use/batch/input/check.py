@@ -29,6 +29,7 @@ from corral.base.errors import CorralError, DataError
 from corral.client.client import Client
 from corral.client.client import run as run_loop
 from corral.client.endpoint import Endpoint, ModelServer
+from corral.client.images import check_images
 from corral.client.sampling import ANSWER_TOKENS
 from corral.use.batch.core.folder import BatchFolder
 from corral.use.batch.core.table import BAD, RowReader, Table, hash64
@@ -179,6 +180,14 @@ def _parsed(
     return parsed, "", parsed.id
 
 
+def _image_problem(parsed: Parsed, folder: Path | None) -> str:
+    try:
+        check_images(parsed.body, folder)
+    except DataError as error:
+        return f"has a picture that cannot be sent: {error.message.removesuffix('.')}"
+    return ""
+
+
 def scan(
     source: InputSource,
     recipe: R,
@@ -187,8 +196,13 @@ def scan(
     models: tuple[str, ...] = (),
     added: str | None = None,
     context: int | None = None,
+    local: bool = True,
 ) -> Scanned[R]:
-    """Read and check an input; `added` is the column that the output adds, which rows must not have."""
+    """Read and check an input; `added` is the column that the output adds, which rows must not have.
+
+    Pictures that rows name by a path are checked where files are `local` to whoever wrote the rows.
+    """
+    folder_of_images = source.path.absolute().parent if source.path else None
     table = Table(source.path.absolute() if source.in_place and source.path else new_name(folder.spool))
     problems = Problems(new_name(folder.problems))
     spool = None if source.in_place else table.data.open("wb")
@@ -199,6 +213,8 @@ def scan(
             number = len(table)
             recipe = recipe if item.problem else recipe.settled(item.raw)
             parsed, problem, identity = _parsed(item, recipe, models, added)
+            if parsed is not None and local:
+                problem = _image_problem(parsed, folder_of_images)
             offset = item.offset
             if spool is not None:
                 offset, next_offset = next_offset, next_offset + len(item.raw) + 1
