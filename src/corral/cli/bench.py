@@ -114,6 +114,7 @@ def _bench(options: dict[str, Any], line: CountLine) -> Bench:
         gpus=options["gpus"],
         detailed=options["save_detailed"],
         on_progress=line,
+        task=options["task"],
     )
 
 

@@ -14,7 +14,16 @@ from corral.base.errors import UsageError
 from corral.base.record import from_json
 from corral.base.untrusted import parse_json
 from corral.cli.options import Duration, F, T, endpoint_options, json_option, price_option, together
-from corral.lab.bench.spec import ARRIVALS, DATASETS, LoadShape, Spec, Workload, parse_goodput, parse_percentiles
+from corral.lab.bench.spec import (
+    ARRIVALS,
+    DATASETS,
+    TASKS,
+    LoadShape,
+    Spec,
+    Workload,
+    parse_goodput,
+    parse_percentiles,
+)
 from corral.plan.contract import Plan
 
 
@@ -48,6 +57,11 @@ def arrival_options(choices: Sequence[str]) -> Callable[[F], F]:
 measured_options = together(
     endpoint_options,
     click.option("--plan", "plan_file", type=click.Path(path_type=Path), help="A plan (JSON) to measure against."),
+    click.option(
+        "--task",
+        type=click.Choice(TASKS),
+        help="What requests ask for (default: what the deployment is for; generate).",
+    ),
     price_option,
     click.option("--gpus", type=int, metavar="N", help="GPUs that serve it, where no plan tells."),
     click.option("--name", "run_name", default="", metavar="NAME", help="Name of the run (default: time and load)."),
@@ -95,7 +109,10 @@ def make_spec(options: Mapping[str, Any], *, replay: bool = False) -> Spec:
     replay = replay and options["dataset"] == "trace" and not options.get("rate") and not options.get("concurrency")
     load = _of_options(LoadShape, {**options, **({"arrival": "trace"} if replay else {})})
     seed = options["seed"] if options["seed"] is not None else secrets.randbelow(2**31)
-    workload = _of_options(Workload, {**options, "dataset": options["dataset"].replace("-", "_"), "seed": seed})
+    workload = _of_options(
+        Workload,
+        {**options, "dataset": options["dataset"].replace("-", "_"), "seed": seed, "task": options.get("task") or ""},
+    )
     warmup = options["warmup"] if options["warmup"] is not None else min(load.concurrency or 4, 16)
     if warmup < 0:
         raise UsageError(f"--warmup cannot be {warmup}.", "Give 0 or more.")

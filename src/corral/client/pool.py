@@ -46,6 +46,8 @@ class Page(msgspec.Struct, frozen=True):
 
     status: int
     body: bytes
+    sent_ns: int = 0
+    done_ns: int = 0
 
     def json(self) -> Any:
         try:
@@ -147,7 +149,9 @@ class Pool:
         if exchange.future.done():
             return
         if exchange.page:
-            exchange.future.set_result(Page(exchange.status, b"".join(exchange.parts)))
+            exchange.future.set_result(
+                Page(exchange.status, b"".join(exchange.parts), exchange.sent_ns, exchange.last_ns)
+            )
         elif exchange.status != 200:
             self._settle(exchange, self._refusal(exchange))
         elif len(exchange.events) > _SLICE:

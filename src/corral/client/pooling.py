@@ -15,6 +15,7 @@ from corral.client.errors import MalformedReplyError
 from corral.client.pool import Page
 
 EMBEDDINGS, RERANK, SCORE, RESPONSES = "/v1/embeddings", "/v1/rerank", "/v1/score", "/v1/responses"
+CLASSIFY = "/classify"
 NEEDED: dict[str, tuple[str, ...]] = {  # the fields that a request to each path must have
     EMBEDDINGS: ("input",), RERANK: ("query", "documents"), SCORE: (), RESPONSES: ("input",)
 }  # fmt: skip

@@ -106,6 +106,7 @@ class App:
             b"/rerank": self._rerank,
             b"/v1/score": self._score,
             b"/score": self._score,
+            b"/classify": self._classify,
             b"/tokenizer_info": lambda to, _: self._json(to, {"bos_token": words.FIRST, "eos_token": None}),
         }
 
@@ -123,7 +124,7 @@ class App:
                 self._expect(method, b"POST")
                 self._complete(to, path == b"/v1/chat/completions", request, arrival)
             elif path in self._pages:
-                posted = path.endswith((b"tokenize", b"embeddings", b"rerank", b"score"))
+                posted = path.endswith((b"tokenize", b"embeddings", b"rerank", b"score", b"classify"))
                 self._expect(method, b"POST" if posted else b"GET")
                 self._pages[path](to, body)
             elif path.startswith(b"/control/") and self.options.control:
@@ -309,6 +310,7 @@ class App:
         return texts
 
     def _pooled(self, to: FakeConnection, texts: list[str], **fields: Any) -> None:
+        self.metrics.success["stop"] += 1
         tokens = sum(len(words.encode(text.encode("utf-8", "replace"))) for text in texts)
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
         o = self.options
@@ -344,6 +346,17 @@ class App:
         pairs = zip(one * len(other) if len(one) == 1 else one, other, strict=False)
         data = [{"index": i, "object": "score", "score": words.nearness(*pair)} for i, pair in enumerate(pairs)]
         self._pooled(to, [*one, *other], object="list", data=data)
+
+    def _classify(self, to: FakeConnection, raw: bytes) -> None:
+        body = self._body(raw)
+        self._check_model(body)
+        texts = self._texts(body.get("input"), "input")
+        halves = [words.vector(text, 1)[0] for text in texts]
+        data = [
+            {"index": i, "label": f"LABEL_{int(one > 0)}", "probs": [0.5 - one / 2, 0.5 + one / 2], "num_classes": 2}
+            for i, one in enumerate(halves)
+        ]
+        self._pooled(to, texts, object="list", data=data)
 
     def _control(self, to: FakeConnection, method: bytes, path: bytes, raw: bytes) -> None:
         what = unquote(path.decode("latin-1")).removeprefix("/control/")

@@ -26,6 +26,7 @@ from corral.base.errors import DataError
 from corral.base.files import existing_file
 from corral.client.client import Client
 from corral.client.errors import RequestError
+from corral.client.pooling import CLASSIFY, EMBEDDINGS, RERANK
 from corral.client.trace import read_trace
 from corral.lab.bench.spec import Workload
 
@@ -116,6 +117,8 @@ class Prompt:
 
 
 def path_of(prompt: Prompt, workload: Workload) -> str:
+    if not workload.writes:
+        return _PATHS[workload.task]
     if prompt.body is not None:
         return CHAT if "messages" in prompt.body else COMPLETIONS
     return CHAT if workload.chat or workload.dataset == "multi_turn" or _is_chat(prompt.content) else COMPLETIONS
@@ -129,6 +132,8 @@ def body_of(
     prompt: Prompt, workload: Workload, model: str, number: int, history: list[dict[str, Any]] | None = None
 ) -> bytes:
     """The request's JSON; `history` replaces the content for later turns of a conversation."""
+    if not workload.writes:
+        return _encode({"model": model, **_pooled(prompt.content, workload.task)})
     body: dict[str, Any] = {"model": model, "stream": True, "stream_options": {"include_usage": True}}
     if prompt.body is not None:
         return _encode({**prompt.body, **body})
@@ -143,6 +148,18 @@ def body_of(
     if workload.ignore_eos:
         body["ignore_eos"] = True
     return _encode(body)
+
+
+_PATHS = {"embed": EMBEDDINGS, "rerank": RERANK, "classify": CLASSIFY}
+
+
+def _pooled(content: Any, task: str) -> dict[str, Any]:
+    """The fields of a request whose answer has no tokens; what is ranked is half query, half document."""
+    if task != "rerank":
+        return {**({"encoding_format": "float"} if task == "embed" else {}), "input": content}
+    words = str(content).split()
+    half = max(1, len(words) // 2)
+    return {"query": " ".join(words[:half]), "documents": [" ".join(words[half:]) or words[0]]}
 
 
 def load_prompts(workload: Workload, vocabulary: Vocabulary | None) -> list[Prompt]:

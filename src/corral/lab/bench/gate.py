@@ -76,8 +76,14 @@ def _complete(spec: Spec, summary: Summary, stopped: str) -> list[Problem]:
     found = []
     if stopped:
         found.append(Problem("stopped", "invalid", stopped))
-    if not summary.output_tokens:
-        found.append(Problem("zero_tokens", "invalid", "no answer has a token: nothing was measured"))
+    if not (summary.output_tokens if spec.workload.writes else summary.completed):
+        found.append(
+            Problem(
+                "zero_tokens",
+                "invalid",
+                "no answer has a token: nothing was measured" if spec.workload.writes else "nothing was answered",
+            )
+        )
     sent = summary.completed + summary.failed
     if sent and summary.failed / sent > spec.failures_allowed:
         kinds = ", ".join(f"{count} × {kind}" for kind, count in summary.errors.items())
@@ -88,7 +94,7 @@ def _complete(spec: Spec, summary: Summary, stopped: str) -> list[Problem]:
 
 def _generator(summary: Summary) -> list[Problem]:
     late_ms = dict(summary.lag.percentiles).get(99.0, max((v for _, v in summary.lag.percentiles), default=0.0))
-    allowed = max(LAG_MS, _LAG_SHARE * summary.ttft.median)
+    allowed = max(LAG_MS, _LAG_SHARE * (summary.ttft if summary.ttft.count else summary.e2el).median)
     if late_ms <= allowed:
         return []
     text = (
@@ -111,7 +117,8 @@ def _lengths(spec: Spec, rows: Sequence[RequestRow], exact: bool) -> list[Proble
     if not exact:
         text = "the server's tokenizer cannot be asked: prompts are words, their lengths as the server counts them"
         found.append(Problem("words", "caution", text))
-    added = {row.input_tokens - row.asked_input for row in good if row.asked_input is not None}
+    ranks = spec.workload.task == "rerank"  # query and document become one text, with a template of the model's
+    added = {row.input_tokens - row.asked_input for row in good if row.asked_input is not None and not ranks}
     # a chat template adds a few tokens, and may merge one with the text
     slack = 2 if spec.workload.chat else 0
     if added and (max(added) - min(added) > slack or (added != {0} and not spec.workload.chat)):
@@ -136,6 +143,8 @@ def _server(spec: Spec, rows: Sequence[RequestRow], summary: Summary, server: Se
     if server.running_before >= 1:
         text = f"{server.running_before:.0f} requests of others were running when the measurement began"
         found.append(Problem("other_traffic", "invalid", text))
+    elif spec.workload.task == "rerank":
+        pass  # one request may be several to the engine
     elif server.finished > len(rows) * 1.01 + 1 or server.prompt_tokens > summary.input_tokens * 1.05 + 4096:
         text = f"the server finished {server.finished:.0f} requests while {len(rows)} were sent: others used it too"
         if not summary.failed:

@@ -32,7 +32,9 @@ from corral.client.errors import (
     UnknownModelError,
     UnknownPathError,
 )
-from corral.client.reply import Reply
+from corral.client.pool import Page
+from corral.client.pooling import prompt_tokens
+from corral.client.reply import Reply, Usage
 from corral.lab.bench.datasets import Prompt, body_of, path_of
 from corral.lab.bench.metrics import RequestRow
 from corral.lab.bench.spec import LoadShape, Workload
@@ -147,14 +149,15 @@ class _Generator:
         )
         self._under_way += 1
         given_ns = _now()
-        future = self._client.send(self._paths[n], body)
+        send: Any = self._client.send if self._workload.writes else self._client.post
+        future = send(self._paths[n], body)
         future.add_done_callback(lambda f: self._arrived(f, n, turn, intended_ns, given_ns, history))
 
     # Receiving
 
     def _arrived(
         self,
-        future: asyncio.Future[Reply],
+        future: asyncio.Future[Reply | Page],
         n: int,
         turn: int,
         intended: int,
@@ -165,6 +168,9 @@ class _Generator:
         error = future.exception()
         if error is None:
             reply = future.result()
+            if isinstance(reply, Page):
+                self._pooled(reply, n, intended, given_ns)
+                return
             timing, free = reply.timing, reply.timing.done_ns
             self._raw.append((n, turn, intended, given_ns, timing.sent_ns, free, timing.chunk_ns, reply.usage,
                               reply.choices[0].finish_reason, None))  # fmt: skip
@@ -176,6 +182,22 @@ class _Generator:
             free = _now()
             self._raw.append((n, turn, intended, given_ns, 0, free, (), None, "", error))
             self._count_failure(error)
+        self._ended(free)
+
+    def _pooled(self, page: Page, n: int, intended: int, given_ns: int) -> None:
+        """An answer without tokens: its end is all there is to time."""
+        try:
+            usage = Usage(prompt_tokens=prompt_tokens(page) or 0)
+        except RequestError as error:
+            self._raw.append((n, 0, intended, given_ns, 0, page.done_ns, (), None, "", error))
+        else:
+            row = (n, 0, intended, given_ns, page.sent_ns, page.done_ns, (page.done_ns,), usage, "", None)
+            self._raw.append(row)
+            self._gone = 0
+        self._ended(page.done_ns)
+
+    def _ended(self, free: int) -> None:
+        """A request has ended: the next one may go."""
         self._done += 1
         if self._progress is not None:
             self._progress(self._done)
@@ -233,7 +255,8 @@ class _Generator:
             input_tokens=usage.prompt_tokens if usage else 0,
             output_tokens=(usage.completion_tokens or 0) if usage else len(times),
             asked_input=prompt.input_tokens,
-            asked_output=prompt.output_tokens,
+            asked_output=prompt.output_tokens * self._workload.writes,
+            writes=self._workload.writes,
             cached_tokens=usage.cached_tokens if usage else None,
             finish=finish,
             turn=turn,

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from corral.base.errors import AccessError, CorralError, EngineError, UnreachableError, UsageError
+from corral.base.record import load_json
 from corral.client.client import Client
 from corral.client.endpoint import Endpoint
 from corral.client.errors import KeyRefusedError, ServerGoneError, StrangerError
-from corral.deploy.lifecycle.deployments import plan_of
+from corral.deploy.lifecycle.deployments import Record, plan_of
 from corral.lab.bench import store
 from corral.lab.bench.datasets import Vocabulary, learn_vocabulary, load_prompts
 from corral.lab.bench.fingerprint import Fingerprint, find_folder, read_fingerprint
@@ -51,10 +53,13 @@ class Bench:
         gpus: int | None = None,
         detailed: bool = False,
         on_progress: OnProgress | None = None,
+        task: str | None = None,
     ) -> None:
         self._client = Client(endpoint, connections=CONNECTIONS)
         self._watch_client = Client(endpoint, connections=2)
         self._plan, self._price, self._gpus, self._detailed = plan, price, gpus, detailed
+        self.task = task or "generate"
+        self._task_known = task is not None
         self._on_progress = on_progress or (lambda *_: None)
         self._vocabulary: Vocabulary | None = None
         self._fingerprint: Fingerprint | None = None
@@ -66,6 +71,9 @@ class Bench:
             raise UnreachableError(error.message, "Check the address; `corral ps` lists deployments.") from error
         folder = find_folder(self._client)
         self._plan = self._plan or (plan_of(folder) if folder else None)
+        if folder and not self._task_known:
+            with contextlib.suppress(CorralError, OSError):
+                self.task = load_json(Record, folder.record).task
         self._fingerprint = await read_fingerprint(self._client, folder, self._plan)
         return self
 
@@ -80,6 +88,7 @@ class Bench:
     async def run(self, spec: Spec, folder: Path) -> Finished:
         """Measure once and save into `folder`, even when the run has to be stopped; then the reason is raised."""
         assert self._fingerprint is not None
+        spec = spec.for_task(self.task)
         if self._client.limits.stall_s != spec.stall_s:
             await self._client.close()
             self._client = Client(self._client.endpoint, connections=CONNECTIONS, stall_s=spec.stall_s)
@@ -109,6 +118,8 @@ class Bench:
             return None
         if self._vocabulary is None:
             self._vocabulary = await learn_vocabulary(self._client)
+        if workload.task == "rerank" and self._vocabulary.ids:  # a query is text
+            return Vocabulary(self._vocabulary.words, exact=False)
         return self._vocabulary
 
     async def _warm_up(self, spec: Spec, vocabulary: Vocabulary | None) -> None:
@@ -157,7 +168,9 @@ class Bench:
             problems=problems,
             notes=(vocabulary.note,) if vocabulary and vocabulary.note else (),
             server=server,
-            limit=distance(plan, summary, server, self._fingerprint.api_servers) if plan else None,
+            limit=distance(plan, summary, server, self._fingerprint.api_servers)
+            if plan and spec.workload.writes
+            else None,
             cost=cost_of(summary, gpus, self._price),
             plan=plan,
             heartbeat_ms=_thinned(outcome.heartbeat_s),

@@ -45,6 +45,7 @@ class RequestRow(msgspec.Struct, gc=False, omit_defaults=True):
     turn: int = 0
     error: str = ""
     message: str = ""
+    writes: bool = True  # its answer has tokens; of others `chunk_ns` is the end alone
 
     @property
     def ok(self) -> bool:
@@ -174,7 +175,7 @@ def latencies_s(rows: Iterable[RequestRow]) -> dict[str, list[float]]:
     """TTFT, TPOT, ITL and E2EL of the requests that were answered."""
     good = [row for row in rows if row.ok and row.chunk_ns]
     return {
-        "ttft": [row.ttft_s for row in good],
+        "ttft": [row.ttft_s for row in good if row.writes],
         "tpot": [t for row in good if (t := row.tpot_s) is not None],
         "itl": [gap for row in good for gap in gaps_s(row)],
         "e2el": [row.e2el_s for row in good],
@@ -272,7 +273,8 @@ def vllm_keys(summary: Summary) -> dict[str, Any]:
         "max_output_tokens_per_s": s.max_output_tokens_per_s,
         "max_concurrent_requests": s.max_concurrent_requests,
     }
-    for metric in METRICS:
+    pooled = s.e2el.count and not s.ttft.count  # answers without tokens
+    for metric in ("e2el",) if pooled else METRICS:
         spread_of_metric = s.of(metric)
         body |= {f"{kind}_{metric}_ms": getattr(spread_of_metric, kind) for kind in ("mean", "median", "std")}
         body |= {f"p{_percentile_name(p)}_{metric}_ms": value for p, value in spread_of_metric.percentiles}

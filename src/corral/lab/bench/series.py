@@ -22,7 +22,7 @@ from corral.lab.bench import store
 from corral.lab.bench.gate import Problem
 from corral.lab.bench.measure import Bench, Finished
 from corral.lab.bench.metrics import RequestRow, Summary, slope_of, statistic
-from corral.lab.bench.spec import LoadShape, Slo, Spec
+from corral.lab.bench.spec import LoadShape, Slo, Spec, refuse_tokens
 
 _GROWTH = 0.015  # seconds of waiting gained per second: the queue grows
 
@@ -240,6 +240,8 @@ async def search_limit(
 
     `on_ceiling` is told what the saturated server finished per second, and how many requests a probe near it sends.
     """
+    base = base.for_task(bench.task)
+    refuse_tokens(base.workload, slos)
     _refuse_unjudgeable(base, slos)
     series = _SeriesFolder("search", folder)
     base = replace(base, percentiles=tuple(sorted({*base.percentiles, *(slo.percentile for slo in slos), 99.0})))

@@ -6,7 +6,8 @@ A `Spec` is saved with its run and is enough to repeat it. Metrics are named as 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from corral.base.errors import UsageError
 from corral.base.record import nearest
@@ -14,6 +15,7 @@ from corral.base.record import nearest
 DATASETS = ("random", "sharegpt", "custom", "prefix_repetition", "batch", "multi_turn", "trace")
 ARRIVALS = ("poisson", "constant", "gamma", "ramp", "trace")
 METRICS = ("ttft", "tpot", "itl", "e2el")
+TASKS = ("generate", "embed", "rerank", "classify")  # that can be measured
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class Workload:
     ignore_eos: bool = True
     temperature: float = 0.0
     seed: int = 0
+    task: str = ""  # what the requests are; empty: what the deployment is for
 
     def __post_init__(self) -> None:
         if self.dataset not in DATASETS:
@@ -50,6 +53,11 @@ class Workload:
             raise UsageError(f"--dataset {self.dataset} needs a file.", "Add --dataset-path FILE.")
 
     @property
+    def writes(self) -> bool:
+        """Whether answers have tokens."""
+        return self.task in ("", "generate")
+
+    @property
     def shares_prefixes(self) -> bool:
         """Whether requests are meant to hit the prefix cache."""
         return self.dataset in ("prefix_repetition", "multi_turn")
@@ -59,7 +67,7 @@ class Workload:
         """The tokens of the longest request with its answer; None where they are in a file."""
         if self.file is not None:
             return None
-        one = int((self.input_len + self.output_len) * (1 + self.range_ratio))
+        one = int((self.input_len + self.output_len * self.writes) * (1 + self.range_ratio))
         return one * (self.turns if self.dataset == "multi_turn" else 1) + self.shared_len
 
     @property
@@ -199,3 +207,35 @@ class Spec:
     stall_s: float = 600.0
     failures_allowed: float = 0.01
     label: str = ""
+
+    def for_task(self, task: str) -> Spec:
+        """The spec for a model of this task; what has no meaning there is refused."""
+        work = replace(self.workload, task=self.workload.task or task)
+        if work.writes:
+            return self
+        if work.task not in TASKS:
+            raise UsageError(
+                f"a model that {_DOES.get(work.task, work.task)} cannot be measured.",
+                f"`corral bench` sends texts, to models that {', '.join(map(_DOES.__getitem__, TASKS))}.",
+            )
+        if work.chat or work.dataset == "multi_turn" or work.dataset == "batch":
+            what = "--chat" if work.chat else f"--dataset {work.dataset}"
+            raise UsageError(
+                f"{what} is for models that write; this one {_DOES[work.task]}.", "Use --dataset random or custom."
+            )
+        refuse_tokens(work, self.goodput)
+        return replace(self, workload=work)
+
+
+_DOES = {"generate": "writes", "embed": "embeds", "rerank": "ranks", "classify": "classifies",
+         "transcribe": "transcribes"}  # fmt: skip
+
+
+def refuse_tokens(work: Workload, slos: Sequence[Slo]) -> None:
+    """Refuse service levels about tokens of answers that have none."""
+    for slo in slos:
+        if not work.writes and slo.metric != "e2el":
+            raise UsageError(
+                f"{slo.metric} cannot be limited: the model {_DOES[work.task]}, and its answers have no tokens.",
+                "Limit e2el, the time of the whole answer.",
+            )

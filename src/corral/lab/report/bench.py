@@ -37,7 +37,9 @@ def timeline(rows: Sequence[RequestRow], duration_s: float, steps: int = 60) -> 
     width = duration_s * 1e9 / count
     tokens, busy = [0.0] * count, [0.0] * count
     for row in good:
-        scale = row.output_tokens / len(row.chunk_ns)  # several tokens may share a chunk
+        scale = (row.output_tokens if row.writes else row.input_tokens) / len(
+            row.chunk_ns
+        )  # several tokens may share a chunk
         for t in row.chunk_ns:
             tokens[min(count - 1, max(0, int(t / width)))] += scale
         first, last = max(0.0, row.asked_ns / width), min(float(count), row.chunk_ns[-1] / width)
@@ -104,9 +106,9 @@ def headline(run: Run) -> str:
     server, work = run.fingerprint.server, run.spec.workload
     where = server.get("deployment") or server.get("address", "")
     engine = f" · {server['engine']}" if "engine" in server else ""
-    lengths = (
-        f"{work.dataset} {work.input_len} → {work.output_len}" if work.synthetic else f"{work.dataset} {work.file}"
-    )
+    sizes = f"{work.input_len} → {work.output_len}" if work.writes else f"{work.input_len}"
+    task = "" if work.writes else f"{work.task}, "
+    lengths = f"{task}{work.dataset} {sizes if work.synthetic else work.file}"
     return f"{server.get('model', '')} on {where}{engine} · {lengths} tokens · {run.spec.load.label}"
 
 
@@ -160,9 +162,9 @@ def _rate_lines(run: Run, columns: int | None) -> list[str]:
     s = run.summary
     rates = [
         f"{figure(s.request_throughput)} req/s",
-        f"{figure(s.output_throughput)} output tok/s",
+        *([f"{figure(s.output_throughput)} output tok/s"] if run.spec.workload.writes else []),
         f"{figure(s.input_throughput)} input tok/s",
-        f"peak {figure(s.max_output_tokens_per_s)} tok/s",
+        *([f"peak {figure(s.max_output_tokens_per_s)} tok/s"] if run.spec.workload.writes else []),
     ]
     lines = flowing(rates, columns, gap="   ")
     if s.request_goodput is not None:
@@ -229,7 +231,8 @@ def _cost_text(cost: TokenCost) -> str:
 def series_lines(series: Series, runs: Sequence[Run], folder: Path, columns: int | None = None) -> list[str]:
     """A sweep, a search or repeats as a table; a load whose run is doubtful is marked."""
     lines = [*_headline_lines(f"{headline(runs[0]).rsplit(' · ', 1)[0]} · times in ms", columns), ""] if runs else []
-    top = max((run.summary.output_throughput for run in runs), default=0.0)
+    writes = all(run.spec.workload.writes for run in runs)
+    top = max((throughput(run) for run in runs), default=0.0)
     p = max((run.spec.percentiles[-1] for run in runs), default=99.0)
     headings = [
         "load",
@@ -242,6 +245,8 @@ def series_lines(series: Series, runs: Sequence[Run], folder: Path, columns: int
         f"TPOT P{p:g}",
         "",
     ]
+    if not writes:
+        headings = ["load", "req/s", "in tok/s", "E2EL P50", f"E2EL P{p:g}", ""]
     table = [_series_row(run, p, top) for run in runs]
     lines += table_lines(headings, table, 1, columns, spared=("", "tok/s each", "TPOT P50", "TTFT P50"))
     seen: dict[str, list[str]] = {}
@@ -263,7 +268,7 @@ def series_lines(series: Series, runs: Sequence[Run], folder: Path, columns: int
 def _series_row(run: Run, p: float, top: float) -> list[str]:
     s = run.summary
     mark = {"valid": "", "caution": " !", "invalid": " ✗"}[run.verdict]
-    figures = (
+    figures: tuple[float, ...] = (
         s.request_throughput,
         s.output_throughput,
         1000 / s.tpot.median if s.tpot.median else 0.0,
@@ -272,7 +277,14 @@ def _series_row(run: Run, p: float, top: float) -> list[str]:
         s.tpot.median,
         dict(s.tpot.percentiles).get(p, 0.0),
     )
-    return [f"{run.spec.load.label}{mark}", *map(figure, figures), bar(s.output_throughput, top, 16)]
+    if not run.spec.workload.writes:
+        figures = (s.request_throughput, s.input_throughput, s.e2el.median, dict(s.e2el.percentiles).get(p, 0.0))
+    return [f"{run.spec.load.label}{mark}", *map(figure, figures), bar(throughput(run), top, 16)]
+
+
+def throughput(run: Run) -> float:
+    """Tokens per second: of the answers, or of the texts where answers have none."""
+    return run.summary.output_throughput if run.spec.workload.writes else run.summary.input_throughput
 
 
 def comparison_lines(

@@ -13,7 +13,7 @@ from corral.lab.bench.limit import FrontEnd, roof
 from corral.lab.bench.metrics import RequestRow, Spread, latencies_s
 from corral.lab.bench.server_metrics import ServerSample
 from corral.lab.bench.store import Run, Series
-from corral.lab.report.bench import figure, headline, timeline
+from corral.lab.report.bench import figure, headline, throughput, timeline
 from corral.lab.report.html import cards, document, drawing, table, verdict_box
 from corral.lab.report.svg import Curve, chart, histogram
 from corral.plan.speed import rounded
@@ -24,6 +24,18 @@ _NAMES = {
     "itl": "Inter-token latency",
     "e2el": "End-to-end latency",
 }
+
+
+_CARDS = {True: ("ttft", "tpot"), False: ("e2el",)}
+
+
+def _metrics(run: Run) -> dict[str, str]:
+    """The latencies that the answers have."""
+    return _NAMES if run.spec.workload.writes else {"e2el": _NAMES["e2el"]}
+
+
+def _tokens(run: Run) -> str:
+    return "output" if run.spec.workload.writes else "input"
 
 
 def _when(run: Run) -> str:
@@ -46,10 +58,13 @@ def run_page(run: Run, rows: Sequence[RequestRow], samples: Sequence[ServerSampl
     body = [f"<h1>Benchmark {escape(name)}</h1>", f'<p class="sub">{escape(headline(run))}<br>{_when(run)}</p>']
     body.append(verdict_box(run.verdict, _SENTENCES[run.verdict], [p.text for p in run.problems]))
     shown = [
-        ("output tokens/s", figure(s.output_throughput)),
+        (f"{_tokens(run)} tokens/s", figure(throughput(run))),
         ("requests/s", figure(s.request_throughput)),
-        ("median TTFT, ms", figure(s.ttft.median)),
-        ("median TPOT, ms", figure(s.tpot.median)),
+        *(
+            (f"median {name.upper()}, ms", figure(s.of(name).median))
+            for name in _metrics(run)
+            if name in _CARDS[run.spec.workload.writes]
+        ),
         ("answers", f"{s.completed:,}"),
         ("failed", f"{s.failed:,}"),
     ]
@@ -84,7 +99,7 @@ def _limit(run: Run) -> list[str]:
 def _latency_table(run: Run) -> str:
     heads = ["ms", "mean", "median", "std", *(f"P{p:g}" for p in run.spec.percentiles)]
     rows = []
-    for metric in _NAMES:
+    for metric in _metrics(run):
         spread = run.summary.of(metric)
         cells = [metric.upper(), figure(spread.mean), figure(spread.median), figure(spread.std)]
         for p in run.spec.percentiles:
@@ -97,7 +112,7 @@ def _latency_table(run: Run) -> str:
 def _distributions(run: Run, rows: Sequence[RequestRow]) -> list[str]:
     values = {metric: [one * 1000 for one in seconds] for metric, seconds in latencies_s(rows).items()}
     figures = []
-    for metric, title in _NAMES.items():
+    for metric, title in _metrics(run).items():
         spread = run.summary.of(metric)
         marks = [("P50", spread.median), *((f"P{p:g}", v) for p, v in spread.percentiles if p > 50)]
         figures.append(drawing(title, histogram(title, "ms", values[metric], marks)))
@@ -107,11 +122,13 @@ def _distributions(run: Run, rows: Sequence[RequestRow]) -> list[str]:
 def _over_time(run: Run, rows: Sequence[RequestRow], samples: Sequence[ServerSample]) -> list[str]:
     over = timeline(rows, run.summary.duration_s)
     at = [(n + 0.5) * over.step_s for n in range(len(over.tokens_per_s))]
-    curves = [Curve("output tok/s", tuple(zip(at, over.tokens_per_s, strict=True)), dots=False)]
+    what = _tokens(run)
+    curves = [Curve(f"{what} tok/s", tuple(zip(at, over.tokens_per_s, strict=True)), dots=False)]
     if run.limit is not None and run.limit.roof_tokens_per_s and at:
         top = run.limit.roof_tokens_per_s
         curves.append(Curve("the plan's prediction", ((at[0], top), (at[-1], top)), 2, dashed=True, dots=False))
-    drawn = [drawing("Output tokens per second", chart("Output tokens per second", "s", "tok/s", curves))]
+    title = f"{what.capitalize()} tokens per second"
+    drawn = [drawing(title, chart(title, "s", "tok/s", curves))]
     loads = [Curve("requests under way", tuple(zip(at, over.concurrency, strict=True)), dots=False)]
     if samples:
         loads.append(Curve("running", tuple((s.at_s, s.running) for s in samples), 3, dots=False))
@@ -120,7 +137,9 @@ def _over_time(run: Run, rows: Sequence[RequestRow], samples: Sequence[ServerSam
     good = [row for row in rows if row.ok and row.chunk_ns]
     step = max(1, len(good) // 400)
     firsts = tuple((row.asked_ns / 1e9, row.ttft_s * 1000) for row in sorted(good, key=lambda r: r.asked_ns)[::step])
-    drawn.append(drawing("TTFT over time", chart("TTFT over time", "s", "ms", [Curve("TTFT", firsts, dots=False)])))
+    name = "TTFT" if run.spec.workload.writes else "E2EL"
+    title = f"{name} over time"
+    drawn.append(drawing(title, chart(title, "s", "ms", [Curve(name, firsts, dots=False)])))
     if any(s.kv_use for s in samples):
         kv = [Curve("KV cache", tuple((s.at_s, s.kv_use * 100) for s in samples), 3, dots=False)]
         drawn.append(drawing("KV cache in use", chart("KV cache in use", "s", "%", kv)))
@@ -193,13 +212,19 @@ def series_page(series: Series, runs: Sequence[Run], name: str) -> str:
     top = _top(runs)
     heads = ["load", "req/s", "output tok/s", "tok/s each", "TTFT P50", f"P{top:g}", "TPOT P50", f"P{top:g}"]
     heads += ["E2EL P50", ""]
+    if not first.spec.workload.writes:
+        heads = ["load", "req/s", "input tok/s", "E2EL P50", f"P{top:g}", ""]
     rows = []
     for run in runs:
         s = run.summary
         each = 1000 / s.tpot.median if s.tpot.median else 0.0
-        cells = [figure(value) for value in (s.request_throughput, s.output_throughput, each)]
+        cells = [figure(value) for value in (s.request_throughput, throughput(run), each)]
         cells += [figure(s.ttft.median), _cut(s.ttft, top), figure(s.tpot.median), _cut(s.tpot, top)]
         mark = "" if run.verdict == "valid" else run.verdict
+        if not run.spec.workload.writes:
+            cells = [cells[0], cells[1]]
+            rows.append([run.spec.load.label, *cells, figure(s.e2el.median), _cut(s.e2el, top), mark])
+            continue
         rows.append([run.spec.load.label, *cells, figure(s.e2el.median), mark])
     body += ["<h2>All runs (ms)</h2>", table(heads, rows)]
     body += [
@@ -235,14 +260,22 @@ def _curves(runs: Sequence[Run]) -> list[str]:
     def curve(name: str, values: Sequence[float], colour: int = 1) -> Curve:
         return Curve(name, tuple(zip(xs, values, strict=True)), colour, labels=labels)
 
-    throughput = [curve("measured", [run.summary.output_throughput for run in ordered])]
+    measured = [curve("measured", [throughput(run) for run in ordered])]
     plan, work = ordered[0].plan, ordered[0].spec.workload
-    if plan is not None and not rates:
+    if plan is not None and not rates and work.writes:
         front = FrontEnd.of(plan, ordered[0].fingerprint.api_servers)
         roofs = [roof(plan, x, work.input_len, work.output_len, front.processes) for x in xs]
         points = tuple((x, r) for x, r in zip(xs, roofs, strict=True) if r is not None)
-        throughput.append(Curve("the plan's roofline", points, 2, dashed=True, dots=False))
+        measured.append(Curve("the plan's roofline", points, 2, dashed=True, dots=False))
     top = _top(runs)
+    label = f"{_tokens(ordered[0])} tok/s"
+    if not work.writes:
+        cut = [dict(run.summary.e2el.percentiles).get(top, 0.0) for run in ordered]
+        whole = [curve("P50", [run.summary.e2el.median for run in ordered]), curve(f"P{top:g}", cut, 2)]
+        return [
+            drawing("Throughput", chart("Throughput", x_label, label, measured, log)),
+            drawing(_NAMES["e2el"], chart(_NAMES["e2el"], x_label, "ms", whole, log)),
+        ]
     cut = [dict(run.summary.ttft.percentiles).get(top, 0.0) for run in ordered]
     firsts = [curve("P50", [run.summary.ttft.median for run in ordered]), curve(f"P{top:g}", cut, 2)]
     cut = [dict(run.summary.tpot.percentiles).get(top, 0.0) for run in ordered]
@@ -252,7 +285,7 @@ def _curves(runs: Sequence[Run]) -> list[str]:
         for run in ordered
     ]
     drawn = [
-        drawing("Throughput", chart("Throughput", x_label, "output tok/s", throughput, log)),
+        drawing("Throughput", chart("Throughput", x_label, label, measured, log)),
         drawing("Time to first token", chart("Time to first token", x_label, "ms", firsts, log)),
         drawing("Time per output token", chart("Time per output token", x_label, "ms", gaps, log)),
     ]
