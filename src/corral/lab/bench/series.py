@@ -201,13 +201,16 @@ def quick_specs(base: Spec) -> list[Spec]:
     ]
 
 
-def _refuse_unjudgeable(base: Spec, slos: Sequence[Slo]) -> None:
+def _judgeable(base: Spec, slos: Sequence[Slo]) -> Spec:
+    """The spec, unless its answers say nothing about one of the service levels."""
+    refuse_tokens(base.workload, slos)
     for slo in slos:
         if base.workload.one_token and slo.metric in ("tpot", "itl"):
             raise UsageError(
                 f"{slo} cannot be judged with --output-len 1: {slo.metric} needs two tokens.",
                 "Raise --output-len, or limit ttft or e2el.",
             )
+    return base
 
 
 async def _measure_probe(series: _SeriesFolder, bench: Bench, spec: Spec, done: list[Finished]) -> Finished:
@@ -240,9 +243,7 @@ async def search_limit(
 
     `on_ceiling` is told what the saturated server finished per second, and how many requests a probe near it sends.
     """
-    base = base.for_task(bench.task)
-    refuse_tokens(base.workload, slos)
-    _refuse_unjudgeable(base, slos)
+    base = _judgeable(base.for_task(bench.task), slos)
     series = _SeriesFolder("search", folder)
     base = replace(base, percentiles=tuple(sorted({*base.percentiles, *(slo.percentile for slo in slos), 99.0})))
     done: list[Finished] = []

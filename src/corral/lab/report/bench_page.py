@@ -269,25 +269,18 @@ def _curves(runs: Sequence[Run]) -> list[str]:
         measured.append(Curve("the plan's roofline", points, 2, dashed=True, dots=False))
     top = _top(runs)
     label = f"{_tokens(ordered[0])} tok/s"
+    drawn = [drawing("Throughput", chart("Throughput", x_label, label, measured, log))]
+    for metric in _CARDS[work.writes]:
+        title = _NAMES[metric].partition(" (")[0]
+        spreads = [run.summary.of(metric) for run in ordered]
+        cut = [dict(one.percentiles).get(top, 0.0) for one in spreads]
+        curves = [curve("P50", [one.median for one in spreads]), curve(f"P{top:g}", cut, 2)]
+        drawn.append(drawing(title, chart(title, x_label, "ms", curves, log)))
     if not work.writes:
-        cut = [dict(run.summary.e2el.percentiles).get(top, 0.0) for run in ordered]
-        whole = [curve("P50", [run.summary.e2el.median for run in ordered]), curve(f"P{top:g}", cut, 2)]
-        return [
-            drawing("Throughput", chart("Throughput", x_label, label, measured, log)),
-            drawing(_NAMES["e2el"], chart(_NAMES["e2el"], x_label, "ms", whole, log)),
-        ]
-    cut = [dict(run.summary.ttft.percentiles).get(top, 0.0) for run in ordered]
-    firsts = [curve("P50", [run.summary.ttft.median for run in ordered]), curve(f"P{top:g}", cut, 2)]
-    cut = [dict(run.summary.tpot.percentiles).get(top, 0.0) for run in ordered]
-    gaps = [curve("P50", [run.summary.tpot.median for run in ordered]), curve(f"P{top:g}", cut, 2)]
+        return drawn
     trade = [
         (1000 / run.summary.tpot.median if run.summary.tpot.median else 0.0, run.summary.output_throughput)
         for run in ordered
-    ]
-    drawn = [
-        drawing("Throughput", chart("Throughput", x_label, label, measured, log)),
-        drawing("Time to first token", chart("Time to first token", x_label, "ms", firsts, log)),
-        drawing("Time per output token", chart("Time per output token", x_label, "ms", gaps, log)),
     ]
     pareto = [Curve("runs", tuple(trade), 3, labels=labels)]
     title = "Speed of one user against throughput of all"

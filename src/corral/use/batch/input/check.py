@@ -165,8 +165,15 @@ def new_name(path: Path) -> Path:
     return path.with_name(path.name + ".new")
 
 
+def _check_images(parsed: Parsed, source: InputSource) -> None:
+    try:
+        check_images(parsed.body, source.path.absolute().parent if source.path else None)
+    except DataError as error:
+        raise DataError(f"has a picture that cannot be sent: {error.message.removesuffix('.')}") from None
+
+
 def _parsed(
-    item: InputItem, recipe: Readable, models: tuple[str, ...], added: str | None
+    item: InputItem, recipe: Readable, models: tuple[str, ...], added: str | None, source: InputSource | None
 ) -> tuple[Parsed | None, str, str | None]:
     """A row, what is wrong with it, and its id if it has a readable one."""
     if item.problem:
@@ -175,17 +182,11 @@ def _parsed(
         parsed = recipe.read(item.raw, item.line, models)
         if added is not None and recipe.kind != OPENAI and added in parsed.row:
             raise DataError(f"has a column {added!r}, which the output adds (--answer-column)")
+        if source is not None:
+            _check_images(parsed, source)
     except DataError as error:
         return None, error.message, recipe.loose_id(item.raw)
     return parsed, "", parsed.id
-
-
-def _image_problem(parsed: Parsed, folder: Path | None) -> str:
-    try:
-        check_images(parsed.body, folder)
-    except DataError as error:
-        return f"has a picture that cannot be sent: {error.message.removesuffix('.')}"
-    return ""
 
 
 def scan(
@@ -198,11 +199,7 @@ def scan(
     context: int | None = None,
     local: bool = True,
 ) -> Scanned[R]:
-    """Read and check an input; `added` is the column that the output adds, which rows must not have.
-
-    Pictures that rows name by a path are checked where files are `local` to whoever wrote the rows.
-    """
-    folder_of_images = source.path.absolute().parent if source.path else None
+    """Read and check an input; `added` is the column that the output adds, `local` whether rows may name files."""
     table = Table(source.path.absolute() if source.in_place and source.path else new_name(folder.spool))
     problems = Problems(new_name(folder.problems))
     spool = None if source.in_place else table.data.open("wb")
@@ -212,9 +209,7 @@ def scan(
         for item in source.items():
             number = len(table)
             recipe = recipe if item.problem else recipe.settled(item.raw)
-            parsed, problem, identity = _parsed(item, recipe, models, added)
-            if parsed is not None and local:
-                problem = _image_problem(parsed, folder_of_images)
+            parsed, problem, identity = _parsed(item, recipe, models, added, source if local else None)
             offset = item.offset
             if spool is not None:
                 offset, next_offset = next_offset, next_offset + len(item.raw) + 1
