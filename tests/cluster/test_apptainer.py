@@ -53,8 +53,10 @@ def engines(bed: Bed) -> list[int]:
     return found
 
 
-def test_an_image_from_up_to_down(bed: Bed) -> None:
-    told = bed.up("it's one")
+def test_an_image_from_up_to_down(bed: Bed, tmp_path: Path) -> None:
+    adapter = tmp_path / 'an "adapter", mine'
+    adapter.write_text("weights")
+    told = bed.up("it's one", "--", "--enable-lora", "--lora-modules", f"mine={adapter}")
     assert told["state"] == "ready"
     assert told["engine"] == f"apptainer {bed.image}"
     assert told["first_answer"] == "Paris."
@@ -67,6 +69,7 @@ def test_an_image_from_up_to_down(bed: Bed) -> None:
     for secret in (SECRET, key):
         assert not any(secret.encode() in value for value in environment.values())
         assert not any(secret.encode() in command for command in commands_of_everybody())
+    assert Path(f"{inside}/root{adapter}").read_text() == "weights"
     (inside / "root" / "tmp" / "mine").write_text("x")  # /tmp inside is the launch's own, which ends with it
     assert not Path("/tmp/mine").exists()
     assert not (inside / "root" / "root" / ".local").exists()

@@ -121,12 +121,17 @@ def either(request: pytest.FixtureRequest, model: Path, clean_home: Path) -> Ite
     yield from make_bed(request.getfixturevalue(request.param), model, clean_home)
 
 
-def test_a_container_from_up_to_down(either: ContainerBed) -> None:
-    told = either.up("it's one")
+def test_a_container_from_up_to_down(either: ContainerBed, tmp_path: Path) -> None:
+    adapter = tmp_path / 'an "adapter", mine'
+    adapter.write_text("weights")
+    told = either.up("it's one", "--", "--enable-lora", "--lora-modules", f"mine={adapter}")
     assert told["state"] == "ready"
     assert told["engine"].endswith(IMAGE)
     assert told["first_answer"] == "Paris."
     (container,) = either.containers()
+    assert either.docker.run("exec", container, "cat", str(adapter)).stdout == "weights"
+    assert either.docker.run("exec", container, "sh", "-c", 'echo >"$1"', "-", str(adapter), check=False).returncode
+    assert adapter.read_text() == "weights"
     seen = either.inspect(container)
     assert seen["Name"].lstrip("/").startswith("corral-it-s-one-0-")
     assert seen["Config"]["User"] == "0:0"  # root's own, as the test is
