@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from corral.base.errors import LaunchError
 from corral.deploy.deployment.events import read_events
 from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.deployment.state import State
@@ -130,3 +131,20 @@ def test_a_hung_member_is_not_counted_as_ready(herd: FleetFolder, monkeypatch: p
     status = fleet_status(herd)
     assert status.ready == 2
     assert "2 of 3 ready, 1 hung" in status.text
+
+
+def test_a_start_that_fails_counts_once(herd: FleetFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failed(folder: DeploymentFolder) -> Status:
+        return replace(ready(folder), state=State.FAILED)
+
+    def start(*_: object) -> None:
+        monkeypatch.setattr(deployments, "status", failed)
+        raise LaunchError("no GPU is free.", "Wait.")
+
+    ready = deployments.status
+    monkeypatch.setattr(keeper, "start_member", start)
+    monkeypatch.setattr(keeper, "next_steps", lambda *_: [])
+    one = Keeper(herd, lambda _: None)
+    one._start("herd-1")
+    one.check(read_fleet(herd))
+    assert one.memories["herd-1"].failures == 1

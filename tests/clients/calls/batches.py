@@ -13,7 +13,7 @@ MODEL = os.environ["MODEL"]
 client = openai.OpenAI(max_retries=0)
 
 
-def rows(count: int, tokens: int = 4) -> Any:
+def rows(count: int, tokens: int = 4, too_long: int | None = None) -> Any:
     chat = {
         "model": MODEL,
         "max_tokens": tokens,
@@ -23,6 +23,8 @@ def rows(count: int, tokens: int = 4) -> Any:
         {"custom_id": f"r{n}", "method": "POST", "url": "/v1/chat/completions", "body": {**chat, "seed": n}}
         for n in range(count)
     ]
+    if too_long is not None:
+        lines[too_long]["body"]["messages"] = [{"role": "user", "content": "word " * 40_000}]  # type: ignore[index]
     text = "".join(json.dumps(line) + "\n" for line in lines).encode()
     return client.files.create(file=("rows.jsonl", text), purpose="batch")
 
@@ -65,6 +67,16 @@ def call_batch() -> None:
     assert sorted(one["custom_id"] for one in answers) == ["r0", "r1", "r2"]
     assert all(one["response"]["body"]["choices"][0]["message"]["content"] for one in answers)
     assert batch.id in [one.id for one in client.batches.list()]
+
+
+def call_too_long_row() -> None:
+    found = ended(started(rows(3, too_long=1)))
+    assert found.status == "completed", found
+    counts = found.request_counts
+    assert (counts.total, counts.completed, counts.failed) == (3, 2, 1), counts
+    (refused,) = [json.loads(line) for line in client.files.content(found.error_file_id).text.splitlines()]
+    assert refused["custom_id"] == "r1", refused
+    assert refused["response"]["status_code"] == 400, refused
 
 
 def call_cancel() -> None:

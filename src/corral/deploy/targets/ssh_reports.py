@@ -325,9 +325,12 @@ class _Inquiry:
     def _handle(self, host: str, answer: NodeReport | Exception) -> None:
         rank = self._ranks[host]
         if isinstance(answer, NodeReport):
-            mirror(rank, answer)
-            with contextlib.suppress(OSError):
+            try:
+                mirror(rank, answer)
                 _note(rank).unlink(missing_ok=True)
+            except OSError as error:  # a full disk, a folder that is read-only: nothing is known of the node
+                text = f"what {host} reports cannot be kept here: {error.strerror}: {error.filename}."
+                answer = UnreachableError(text, "Check the path, its permissions and free space.")
         elif isinstance(answer, UnreachableError) and not is_away(rank):
             with contextlib.suppress(OSError):  # a full disk here: the next command waits again
                 write_atomic(_note(rank), answer.message)

@@ -434,6 +434,9 @@ class Keeper:
     def _failed_start(self, name: str, error: CorralError | OSError) -> None:
         memory = self.memories.setdefault(name, _Memory())
         self._failed(memory)
+        with contextlib.suppress(CorralError, OSError):  # the same end, as its folder tells it, counts once
+            if (found := read_statuses([FleetMember(name)]).get(name)) and found.state in ENDED:
+                memory.counted = (found.state.value, found.since_s)
         text = error.in_full if isinstance(error, CorralError) else str(error)
         self._tell("failed", text=f"{name}: {text}", member=name)
         if read_fleet(self.folder).chain:  # nobody else may be serving: try for as long as the scheduler is silent
