@@ -25,6 +25,8 @@ from corral.deploy.deployment.events import read_events
 from corral.deploy.deployment.folder import RankFolder
 from corral.deploy.targets.ssh_reports import mirror, read_report, read_started, read_stopped
 from corral.deploy.transfer.courier_events import KINDS, read_event
+from corral.engines.flags import check_arguments, shipped_flags
+from corral.engines.recipes import applied, read_table, recipe_for
 from corral.node.agent import gang_connection
 from corral.node.courier import manifest
 from corral.node.courier.protocol import CourierError
@@ -77,6 +79,11 @@ STANDING = {"state": "ready", "phase": "x", "running": True, "quiet_s": 1.0, "do
 CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "num_attention_heads": 4,
           "num_hidden_layers": 2, "vocab_size": 100, "rope_scaling": {"type": "yarn", "factor": 2.0},
           "quantization_config": {"quant_method": "awq", "bits": 4, "ignore": ["lm_head"]}}  # fmt: skip
+RECIPES = {"date": "2027-01-31", "source": "x", "templates": [{"has": "<tool>", "tool_parser": "hermes"}],
+           "recipes": [{"models": ["qwen3*"], "except": ["*vl*"], "tool_parser": "hermes",
+                        "reasoning_parser": "qwen3", "arguments": ["--tokenizer-mode", "hf"],
+                        "environment": {"VLLM_USE_DEEP_GEMM": "0"},
+                        "least_vllm": "0.12.0"}]}  # fmt: skip
 SURVEY = {"began_s": 1.0, "ended_s": 2.0, "hostname": "n", "home": "/root", "cores": 4, "free_ports": [15000],
           "interfaces": [{"name": "eth0", "ipv4": ["10.0.0.1/24"], "speed_mbps": 10}], "errors": {}}  # fmt: skip
 
@@ -191,6 +198,20 @@ def test_configs_of_models(fuzz: Fuzz) -> None:
             facts_from_folder(Path(folder))
 
     fuzz(changed(CONFIG) | raw, refused_or_read(read))
+
+
+def test_recipes_of_models(fuzz: Fuzz) -> None:
+    flags = shipped_flags()
+    assert flags
+
+    def read(data: bytes) -> None:
+        recipe = recipe_for(["qwen3-8b", "x" * 200], "", [read_table(data, "x")])
+        used = applied(recipe, [], {}, flags, tools=True)
+        check_arguments([*used.api_arguments, *used.arguments], flags)
+        assert all(name.startswith("VLLM_") and value.isascii() for name, value in used.environment.items())
+        assert "\x1b" not in plain("".join(used.notes))
+
+    fuzz(changed(RECIPES) | raw, refused_or_read(read))
 
 
 def test_metrics_pages(fuzz: Fuzz) -> None:
