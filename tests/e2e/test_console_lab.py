@@ -5,6 +5,7 @@ One browser and one console for the file. `CORRAL_GOLDEN=write` makes the pictur
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import re
@@ -19,13 +20,21 @@ from typing import Any
 import pytest
 from playwright.sync_api import expect
 
+from corral.base.files import write_atomic
+from corral.base.record import dump_json
+from corral.deploy.deployment.folder import DeploymentFolder
 from corral.fake.app import FakeOptions
 from corral.fake.pace import Pace
 from corral.fake.server import FakeServer
+from corral.plan.choose import make_plan
+from corral.plan.contract import Goal
+from corral.plan.hardware.inventory import parse_gpus
+from corral.plan.models.facts import read_facts
 from tests.console_home import make
 from tests.e2e.console_page import WAIT_MS, beating, picture
 from tests.until import until
 
+PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNkYPhfDwAChwGA60e6kgAAAABJRU5ErkJggg=="
 HOSTILE = "<img src=x onerror=document.title='owned'><script>document.title='owned'</script>"
 
 
@@ -226,6 +235,70 @@ def test_two_models_side_by_side(lab: Lab, two_models: dict[str, FakeServer]) ->
     assert lab.complaints == []
 
 
+@pytest.fixture
+def with_eyes(lab: Lab, two_models: dict[str, FakeServer]) -> None:
+    """The first of the two models reads pictures, as its plan says."""
+    facts, inventory = read_facts("qwen2.5-vl-7b-instruct", offline=True), parse_gpus("1xH100", None, "ib-ndr")
+    write_atomic(DeploymentFolder.of(next(iter(two_models))).plan, dump_json(make_plan(facts, inventory, Goal())))
+
+
+DROP = """(node) => {
+  const canvas = Object.assign(document.createElement('canvas'), {width: 3000, height: 1000});
+  return new Promise((done) => canvas.toBlob((blob) => {
+    const data = new DataTransfer();
+    data.items.add(new File([blob], 'large.png', {type: 'image/png'}));
+    node.dispatchEvent(new DragEvent('drop', {dataTransfer: data, bubbles: true, cancelable: true}));
+    done();
+  }, 'image/png'));
+}"""
+
+
+def test_pictures_are_chosen_dropped_sent_and_kept(
+    lab: Lab, two_models: dict[str, FakeServer], with_eyes: None
+) -> None:
+    """One is sent as it is, a large one smaller; a model that takes none is offered none."""
+    page, (eyes, blind) = lab.open("play"), two_models
+    server, choose = page.get_by_label("Server"), page.get_by_role("button", name="Picture…")
+    server.select_option(blind)
+    expect(choose).to_be_hidden()
+    server.select_option(eyes)
+    expect(choose).to_be_visible()
+    with page.expect_file_chooser() as chooser:
+        choose.click()
+    small = lab.folder / "small.png"
+    small.write_bytes(base64.b64decode(PNG))
+    chooser.value.set_files([small, lab.folder / "in.jsonl"])
+    expect(page.locator("#toast")).to_contain_text("is no PNG, JPEG, WebP or GIF")
+    page.locator("form.ask").evaluate(DROP)
+    expect(page.locator(".ask .thumbnail")).to_have_count(2)
+    page.get_by_label("Prompt", exact=True).fill("What is on them?")
+    page.get_by_text("The request as curl and Python").click()
+    expect(page.locator("pre.log").first).to_contain_text("<picture 2: ")
+    page.get_by_text("The request as curl and Python").click()
+    server.select_option(blind)
+    expect(page.locator(".ask .note:visible")).to_contain_text("takes no pictures")
+    expect(page.get_by_role("button", name="Send")).to_be_disabled()
+    server.select_option(eyes)
+    with page.expect_request("**/api/play/ask") as request:
+        ask(page, "What is on them?")
+    first, second, text = request.value.post_data_json["prompt"][0]["content"]
+    assert first["image_url"]["url"] == f"data:image/png;base64,{PNG}"
+    assert second["image_url"]["url"].startswith("data:image/jpeg;base64,")
+    assert text == {"type": "text", "text": "What is on them?"}
+    expect(page.locator(".ask .thumbnail")).to_have_count(0)
+    sizes = page.locator(".talk .thumbnail").evaluate_all(
+        "all => all.map(one => [one.naturalWidth, one.naturalHeight])"
+    )
+    assert sizes == [[1, 1], [1568, 523]]
+    until(lambda: '"finish"' in (page.evaluate("sessionStorage.getItem('corral-play')") or ""), "what is kept")
+    page.reload()
+    expect(page.locator(".talk .thumbnail")).to_have_count(2)
+    page.get_by_role("button", name="Edit the message").click()
+    page.get_by_role("button", name="Remove the picture").first.click()
+    expect(page.locator(".ask .thumbnail")).to_have_count(1)
+    assert lab.complaints == []
+
+
 def test_a_prompt_as_a_heat_map_stays_text(lab: Lab) -> None:
     page = lab.open("play")
     page.get_by_label("Kind of request").select_option("completion")
@@ -312,7 +385,7 @@ def test_a_conversation_is_saved_exported_and_read_again(lab: Lab) -> None:
         page.get_by_role("button", name="As Markdown").click()
     assert "## Question\n\nKeep this.\n" in download.value.path().read_text()
     for again in (
-        lambda: page.locator("input[type=file]").set_input_files(saved),
+        lambda: page.get_by_label("Load a conversation").set_input_files(saved),
         page.get_by_role("button", name="Keep this.", exact=True).click,
     ):
         page.get_by_role("button", name="New").click()

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 from corral.base.errors import UsageError
+from corral.base.files import write_atomic
+from corral.base.record import dump_json
 from corral.client.client import CHAT, COMPLETIONS, Client
 from corral.client.endpoint import Endpoint
 from corral.console.play import (
@@ -32,6 +34,11 @@ from corral.console.play import (
 from corral.fake.app import FakeOptions
 from corral.fake.server import FakeServer
 from corral.fake.words import decode
+from corral.plan.choose import make_plan
+from corral.plan.contract import Goal
+from corral.plan.hardware.inventory import parse_gpus
+from corral.plan.models.facts import read_facts
+from tests.console_home import make, make_fleet
 
 MESSAGES = [{"role": "user", "content": "Say something about Tokyo."}]
 
@@ -225,6 +232,62 @@ def test_a_deployment_is_named_and_its_key_is_not() -> None:
     asked = PlayRequest("my model", "x", {}, None)
     assert as_curl(asked, "m").startswith("eval \"$(corral env 'my model')\"\n")
     assert "corral.connect('my model')" in as_python(asked)
+
+
+PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNkYPhfDwAChwGA60e6kgAAAABJRU5ErkJggg=="
+
+
+def seen(url: Any = f"data:image/png;base64,{PNG}", role: str = "user") -> dict[str, Any]:
+    parts = [{"type": "image_url", "image_url": {"url": url, "detail": "low"}}, {"type": "text", "text": "What?"}]
+    return {"prompt": [{"role": role, "content": parts}], "server": "eyes"}
+
+
+def test_a_picture_is_sent_and_left_out_of_the_text() -> None:
+    asked = read_play(seen())
+    _, body = stream_request(asked)
+    assert body["messages"][0]["content"] == [
+        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PNG}"}},
+        {"type": "text", "text": "What?"},
+    ]
+    for text in (as_curl(asked, "m"), as_python(asked)):
+        assert PNG not in text
+        assert f"data:image/png;base64,<picture 1: {len(PNG)} characters>" in text
+        assert "# <picture N: …> stands for the picture that was sent" in text
+    compile(as_python(asked), "shown", "exec")
+    assert "# <picture" not in as_curl(PlayRequest("", MESSAGES), "m")
+
+
+ADDRESSES = ["http://169.254.169.254/latest", "https://example.org/x.png", "file:///etc/passwd", "/etc/passwd",
+             "data:text/html;base64,eA==", "data:image/svg+xml;base64,eA==", "data:image/png,x", "", None, 5,
+             "data:image/png;base64,", "data:image/png;base64,eA==\n", "data:image/png;base64,e<>=="]  # fmt: skip
+
+
+@pytest.mark.parametrize("url", ADDRESSES, ids=repr)
+def test_a_picture_is_bytes_and_no_address_that_a_server_would_fetch(url: Any) -> None:
+    with pytest.raises(UsageError):
+        read_play(seen(url))
+
+
+PARTS = [None, "x", {}, {"type": "text"}, {"type": "text", "text": 5}, {"type": "video_url"},
+         {"type": "image_url", "image_url": "data:image/png;base64,eA=="}]  # fmt: skip
+
+
+@pytest.mark.parametrize("part", PARTS, ids=repr)
+def test_other_parts_of_a_message_are_refused(part: Any) -> None:
+    with pytest.raises(UsageError):
+        read_play({"prompt": [{"role": "user", "content": [part]}]})
+    with pytest.raises(UsageError):
+        read_play(seen(role="system"))
+
+
+def test_pictures_are_offered_where_the_plans_record_says_so(clean_home: Path) -> None:
+    for name, model in (("eyes", "qwen2.5-vl-7b-instruct"), ("blind", "llama-3.1-8b"), ("unplanned", "")):
+        made = make(name).agent().course(("starting", 1), ("ready", 20)).serves("http://127.0.0.1:9/v1")
+        if model:
+            facts = read_facts(model, offline=True)
+            write_atomic(made.folder.plan, dump_json(make_plan(facts, parse_gpus("1xH100", None, "ib-ndr"), Goal())))
+    make_fleet("herd", "eyes", ("eyes",))
+    assert {one["name"]: one["images"] for one in servers()} == {"blind": False, "unplanned": False, "herd": True}
 
 
 def test_the_environments_server_is_offered(monkeypatch: pytest.MonkeyPatch) -> None:

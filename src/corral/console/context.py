@@ -119,13 +119,13 @@ def refusal(error: CorralError, status: int | None = None) -> Response:
     return answer({"error": body}, status or known)
 
 
-async def body_of(request: Request) -> dict[str, Any]:
+async def body_of(request: Request, most_bytes: int = LARGEST_BODY_BYTES) -> dict[str, Any]:
     """The JSON object of a request, within bounds."""
     data = bytearray()
     async for piece in request.stream():
         data += piece
-        if len(data) > LARGEST_BODY_BYTES:
-            raise DataError(f"the request is longer than {LARGEST_BODY_BYTES:,} bytes.", "Send less at once.")
+        if len(data) > most_bytes:
+            raise DataError(f"the request is longer than {most_bytes:,} bytes.", "Send less at once.")
     try:
         body = msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

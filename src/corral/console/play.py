@@ -13,10 +13,11 @@ import json
 import math
 import os
 import pprint
+import re
 import shlex
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
 import msgspec
 from starlette.concurrency import run_in_threadpool
@@ -30,7 +31,9 @@ from corral.client.endpoint import Endpoint
 from corral.client.reply import Choice, Reply, Token
 from corral.client.sampling import PARAMETERS, STRUCTURED
 from corral.console.context import ConsoleContext, answer, body_of, events
+from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.deployment.state import State
+from corral.deploy.lifecycle.deployments import plan_of
 from corral.serve.fleet.chain import DeploymentReading, living_chains
 from corral.serve.fleet.record import read_fleets
 from corral.serve.resolve import URL_VARIABLE, resolve, server_called
@@ -38,6 +41,8 @@ from corral.use.llm import token_bytes
 from corral.use.llm.llm import Prompt, exact_view, is_chat, request_for
 from corral.use.llm.token_view import Character, are_logits, characters, label
 
+LARGEST_PROMPT_BYTES = 16 << 20  # with its pictures
+_PICTURE = re.compile(r"data:image/(?:png|jpeg|webp|gif);base64,[A-Za-z0-9+/]+={0,2}")
 MOST_ALTERNATIVES = 20  # what vLLM gives unless it was started with more
 _PAGES_OWN = ("logprobs", "prompt_logprobs")  # the page asks for them by its own switch
 _IDS = {"return_token_ids": True, "return_tokens_as_token_ids": True}  # tokens by id: their bytes are asked apart
@@ -86,11 +91,46 @@ def read_play(body: Mapping[str, Any]) -> PlayRequest:
     return PlayRequest(server, prompt, kept, alternatives, model or None)
 
 
-def _message(message: Any) -> dict[str, str]:
+def _message(message: Any) -> dict[str, Any]:
     role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
-    if not isinstance(role, str) or not isinstance(content, str):
+    if isinstance(content, list) and role == "user":
+        content = [_part(one) for one in content]
+    elif not isinstance(role, str) or not isinstance(content, str):
         raise UsageError("a message has no role or no text.", "Each needs both.")
     return {"role": role, "content": content}
+
+
+def _part(part: Any) -> dict[str, Any]:
+    """Text, or a picture with its bytes: the server would fetch another address, or read a file of its own."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "text" and isinstance(part.get("text"), str):
+        return {"type": "text", "text": part["text"]}
+    image = part.get("image_url") if kind == "image_url" else None
+    url = image.get("url") if isinstance(image, dict) else None
+    if not isinstance(url, str) or not _PICTURE.fullmatch(url):
+        raise UsageError("a part of a message is neither text nor a picture with its bytes.",
+                         "Send a PNG, JPEG, WebP or GIF as a data: URL in base64.")  # fmt: skip
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def _without_pictures(prompt: Prompt) -> tuple[Prompt, str]:
+    """The prompt with a name for each picture's bytes, and a comment that says so."""
+    count = 0
+
+    def shown(part: dict[str, Any]) -> dict[str, Any]:
+        nonlocal count
+        if part["type"] == "text":
+            return part
+        count += 1
+        head, _, data = part["image_url"]["url"].partition(",")
+        return {**part, "image_url": {"url": f"{head},<picture {count}: {len(data):,} characters>"}}
+
+    if not is_chat(prompt):
+        return prompt, ""
+    messages = [{**one, "content": [shown(part) for part in one["content"]]} if isinstance(one["content"], list)
+                else one for one in cast("Sequence[dict[str, Any]]", prompt)]  # fmt: skip
+    note = "# <picture N: …> stands for the picture that was sent: write the output of `base64 -w0 FILE` there\n"
+    return messages, note if count else ""
 
 
 def stream_request(question: PlayRequest) -> tuple[str, dict[str, Any]]:
@@ -108,8 +148,9 @@ def prompt_request(question: PlayRequest) -> tuple[str, dict[str, Any]]:
 
 def as_curl(question: PlayRequest, model: str) -> str:
     """The request for a shell."""
-    path, body = stream_request(question)
-    begin = f'eval "$(corral env {shlex.quote(question.server)})"\n' if question.server else ""
+    prompt, note = _without_pictures(question.prompt)
+    path, body = stream_request(replace(question, prompt=prompt))
+    begin = note + (f'eval "$(corral env {shlex.quote(question.server)})"\n' if question.server else "")
     sent = json.dumps({"model": model, **body}, ensure_ascii=False, indent=2)
     return (
         f'{begin}curl -sSN "$OPENAI_BASE_URL{path.removeprefix("/v1")}" \\\n'
@@ -130,8 +171,9 @@ def as_python(question: PlayRequest) -> str:
     where = [_literal(question.server)] if question.server else []
     where += [f"model={_literal(question.model)}"] if question.model else []
     call = f"llm.stream({name})" if not lines else "\n".join(["llm.stream(", f"    {name},", *lines, ")"])
+    prompt, note = _without_pictures(question.prompt)
     return (
-        f"import corral\n\n{name} = {_literal(question.prompt)}\n"
+        f"import corral\n\n{note}{name} = {_literal(prompt)}\n"
         f"with corral.connect({', '.join(where)}) as llm:\n"
         + _indented(f'for piece in {call}:\n    print(piece.text, end="", flush=True)\n')
     )
@@ -283,13 +325,13 @@ def routes(_: ConsoleContext) -> list[BaseRoute]:
         return answer({"servers": found, "parameters": parameter_table()})
 
     async def ask(request: Request) -> Response:
-        question = read_play(await body_of(request))
+        question = read_play(await body_of(request, LARGEST_PROMPT_BYTES))
         stream_request(question)  # refused before anything is streamed
         endpoint = await run_in_threadpool(_endpoint, question)
         return events(_events_of(endpoint, question, texts_by_id))
 
     async def prompt(request: Request) -> Response:
-        question = read_play(await body_of(request))
+        question = read_play(await body_of(request, LARGEST_PROMPT_BYTES))
         async with Client(await run_in_threadpool(_endpoint, question)) as client:
             return answer(await heat_map(client, question))
 
@@ -301,7 +343,7 @@ def routes(_: ConsoleContext) -> list[BaseRoute]:
             return answer(token_spans(exact))
 
     async def texts(request: Request) -> Response:
-        question = read_play(await body_of(request))
+        question = read_play(await body_of(request, LARGEST_PROMPT_BYTES))
         model = await run_in_threadpool(_model_of, question)
         return answer({"curl": as_curl(question, model), "python": as_python(question)})
 
@@ -316,15 +358,19 @@ def servers() -> list[dict[str, Any]]:
     """The servers to choose from: the environment's, fleets, and deployments that have not ended."""
     found: list[dict[str, Any]] = []
     if url := os.environ.get(URL_VARIABLE):
-        found.append({"name": "", "label": url, "model": "", "ready": True, "state": "from the environment"})
+        found.append({"name": "", "label": url, "model": "", "ready": True, "state": "from the environment",
+                      "images": False})  # fmt: skip
     fleets, unreadable = read_fleets()
     members = {member.name for fleet in fleets for member in fleet.members}
     for fleet in fleets:
         ready = server_called(fleet.name).find() is not None
         state = "ready" if ready else "no member is ready"
-        found.append({"name": fleet.name, "label": fleet.name, "model": fleet.model, "ready": ready, "state": state})
+        images = any(_takes_images(DeploymentFolder.of(member.name)) for member in fleet.members[:1])
+        found.append({"name": fleet.name, "label": fleet.name, "model": fleet.model, "ready": ready, "state": state,
+                      "images": images})  # fmt: skip
     for name in unreadable:
-        found.append({"name": name, "label": name, "model": "", "ready": False, "state": State.UNKNOWN})
+        found.append({"name": name, "label": name, "model": "", "ready": False, "state": State.UNKNOWN,
+                      "images": False})  # fmt: skip
     found += [_offered(name, chain) for name, chain in living_chains().items() if name not in members]
     return sorted(found, key=lambda one: (not one["ready"], one["name"]))
 
@@ -333,7 +379,14 @@ def _offered(name: str, chain: Sequence[DeploymentReading]) -> dict[str, Any]:
     serving = [one for one in chain if one.state is State.READY]
     newest = (serving or chain)[-1]
     model = newest.status.model if newest.status else ""
-    return {"name": name, "label": name, "model": model, "ready": bool(serving), "state": newest.state}
+    return {"name": name, "label": name, "model": model, "ready": bool(serving), "state": newest.state,
+            "images": _takes_images(newest.folder)}  # fmt: skip
+
+
+def _takes_images(folder: DeploymentFolder) -> bool:
+    """Whether the plan's record of the model says that it reads pictures."""
+    plan = plan_of(folder)
+    return plan is not None and plan.model.images
 
 
 def _endpoint(question: PlayRequest) -> Endpoint:

@@ -1,5 +1,7 @@
 // Conversations: the present one stays in its tab (sessionStorage), those that were saved in the browser (localStorage).
 
+import { readContent } from "/static/pictures.js";
+
 const NOW = "corral-play", KEPT = "corral-conversations";
 const MOST = 50;
 
@@ -17,7 +19,8 @@ export function keep(make) {
 export const all = () => read(localStorage, KEPT) ?? [];
 
 export function save(held) {
-  const said = held.lanes.flatMap((one) => one.messages).find((one) => one.role === "user")?.content ?? held.prompt;
+  const first = held.lanes.flatMap((one) => one.messages).find((one) => one.role === "user");
+  const said = first ? readContent(first.content).text : held.prompt;
   const title = said.trim().split("\n")[0].slice(0, 60) || "Conversation";
   localStorage.setItem(KEPT, JSON.stringify([{ title, at: Date.now(), held }, ...all()].slice(0, MOST)));
 }
@@ -31,7 +34,8 @@ function read(storage, name) {
 /** A conversation as Markdown. */
 export function asMarkdown(held) {
   const names = { user: "Question", assistant: "Answer", system: "System" };
-  const turn = (one) => `## ${names[one.role] ?? one.role}\n\n${one.content}\n`;
+  const words = (content) => { const { text, pictures } = readContent(content); return [...pictures.map(() => "(a picture)"), text].join("\n\n"); };
+  const turn = (one) => `## ${names[one.role] ?? one.role}\n\n${words(one.content)}\n`;
   return held.lanes.map((one) => [held.lanes.length > 1 ? `# ${one.server}\n` : null, held.system ? turn({ role: "system", content: held.system }) : null,
     held.mode === "completion" && held.prompt ? turn({ role: "user", content: held.prompt }) : null, ...one.messages.map(turn)].filter(Boolean).join("\n")).join("\n");
 }

@@ -3,6 +3,7 @@
 import { copier, el, fill, ms, number, problem } from "/static/dom.js";
 import { answers } from "/static/net.js";
 import { markdown } from "/static/markdown.js";
+import { hasPictures, isPicture, readContent, thumbnail, withPictures } from "/static/pictures.js";
 import { settings } from "/static/settings.js";
 import { draw, hide, piece } from "/static/tokens.js";
 
@@ -50,10 +51,10 @@ export function lane(ctx, known, title, page) {
   const body = (prompt) => ({ server: server.value, prompt, sampling: form.values(), alternatives: alternatives.value === "" ? null : Number(alternatives.value) });
 
   /** Messages so far, as the server gets them. */
-  const messages = (until = turns.length) => turns.slice(0, until).map((turn) => ({ role: turn.role, content: turn.role === "user" ? turn.text : turn.variants[turn.at].text }));
+  const messages = (until = turns.length) => turns.slice(0, until).map((turn) => ({ role: turn.role, content: turn.role === "user" ? withPictures(turn.text, turn.pictures) : turn.variants[turn.at].text }));
 
-  async function ask(prompt, said) {
-    if (said !== null) turns.push({ role: "user", text: said });
+  async function ask(prompt, said, pictures = []) {
+    if (said !== null) turns.push({ role: "user", text: said, pictures });
     const turn = { role: "assistant", variants: [variant()], at: 0 };
     turns.push(turn);
     await run(turn, turn.variants[0], body(prompt));
@@ -96,7 +97,7 @@ export function lane(ctx, known, title, page) {
     };
     try {
       for await (const event of answers("/api/play/ask", asked, mine.signal)) {
-        if (event.kind === "prompt" && !going) for (const one of choices) one.base = event.ids;
+        if (event.kind === "prompt" && !going && !hasPictures(asked.prompt)) for (const one of choices) one.base = event.ids;
         else if (event.kind === "piece") take(choice(event.index), event, target.base);
         else if (event.kind === "spans") exact(choice(event.index), event);
         else if (event.kind === "end") target.end = event;
@@ -149,8 +150,8 @@ export function lane(ctx, known, title, page) {
     if (low) talk.scrollTop = talk.scrollHeight;
   }
 
-  const said = (turn, at) => el("div", { class: "question" }, el("div", { class: "said" }, turn.text),
-    ctx.asks ? el("button", { class: "small", type: "button", "aria-label": "Edit the message", disabled: asking !== null, onclick: () => page.edit(at, turn.text) }, "Edit") : null);
+  const said = (turn, at) => el("div", { class: "question" }, turn.pictures?.length ? el("div", { class: "row" }, turn.pictures.map((one) => thumbnail(one))) : null, el("div", { class: "said" }, turn.text),
+    ctx.asks ? el("button", { class: "small", type: "button", "aria-label": "Edit the message", disabled: asking !== null, onclick: () => page.edit(at, turn.text, turn.pictures) }, "Edit") : null);
 
   function answered(turn, last) {
     const one = turn.variants[turn.at], drawn = one.spans.length || one.pieces.length;
@@ -191,6 +192,7 @@ export function lane(ctx, known, title, page) {
   const made = {
     root, ask, messages, stop, write, body, offer,
     get busy() { return asking !== null; },
+    get takesPictures() { return Boolean(servers.find((one) => one.name === server.value)?.images); },
     get turns() { return turns.length; },
     /** Leave out all from a place on. */
     cut(at = 0) { stop(); hide(); turns = turns.slice(0, at); if (!at) sent = null; paint(); },
@@ -203,7 +205,7 @@ export function lane(ctx, known, title, page) {
       made.choose(given.server);
       form.set(given.sampling ?? AT_FIRST);
       alternatives.value = given.alternatives ?? "";
-      turns = given.turns ? given.turns.map(restored) : (given.messages ?? []).map((one) => (one.role === "assistant" ? { role: "assistant", at: 0, variants: [{ ...variant(), text: String(one.content) }] } : { role: "user", text: String(one.content) }));
+      turns = given.turns ? given.turns.map(restored) : (given.messages ?? []).map((one) => (one.role === "assistant" ? { role: "assistant", at: 0, variants: [{ ...variant(), text: String(one.content) }] } : { role: "user", ...readContent(one.content) }));
       sent = null;
       paint();
     },
@@ -213,7 +215,7 @@ export function lane(ctx, known, title, page) {
 
 const variant = () => ({ text: "", thought: "", pieces: [], spans: [], tokens: [], raw: [], before: [], base: null, logits: false, busy: false });
 
-const restored = (turn) => (turn.role === "user" ? turn
+const restored = (turn) => (turn.role === "user" ? { ...turn, pictures: (turn.pictures ?? []).filter(isPicture) }
   : { ...turn, variants: turn.variants.map((one) => ({ ...variant(), ...one, before: [], tokens: one.spans.flatMap((span) => span.tokens) })) });
 
 /** The spans of the first `count` tokens; one that is cut becomes a span for each of its tokens. */

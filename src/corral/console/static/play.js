@@ -4,6 +4,7 @@
 import * as conversations from "/static/conversations.js";
 import { download, el, empty, fill, number, problem } from "/static/dom.js";
 import { lane } from "/static/lane.js";
+import { attachments, withPictures } from "/static/pictures.js";
 import { draw, hide, scale } from "/static/tokens.js";
 
 let open = null; // the Playground of this tab
@@ -39,7 +40,7 @@ function playground(ctx, known) {
     written: () => prompt.value.trim() !== "",
     question(one) {
       if (!chat()) return prompt.value;
-      const said = prompt.value.trim() ? [{ role: "user", content: prompt.value }] : [];
+      const said = prompt.value.trim() ? [{ role: "user", content: withPictures(prompt.value, pictures.urls) }] : [];
       const found = compose([...one.messages(editing ?? undefined), ...said]);
       return found.some((each) => each.role === "user") ? found : [];
     },
@@ -47,13 +48,15 @@ function playground(ctx, known) {
   function changed() {
     const busy = lanes.some((one) => one.busy);
     stop.disabled = !busy;
-    send.disabled = busy || !ctx.asks;
+    pictures.offer(chat() && lanes.every((one) => one.takesPictures));
+    send.disabled = busy || !ctx.asks || pictures.wrong;
     colours.hidden = lanes.every((one) => one.saved().alternatives === "") && heat.hidden;
     clearTimeout(writing);
     writing = setTimeout(() => { lanes.forEach((one) => one.write()); conversations.keep(held); }, 400);
   }
-  function edit(at, text) {
+  function edit(at, text, found = []) {
     editing = at;
+    pictures.set(found);
     prompt.value = text;
     edited.hidden = at === null;
     prompt.focus();
@@ -66,17 +69,19 @@ function playground(ctx, known) {
     side.classList.toggle("two", compare.checked);
     changed();
   };
-  const form = el("form", { class: "card ask" }, el("div", { class: "row" }, mode, el("label", { class: "inline" }, compare, "two side by side")), system, edited, prompt,
-    el("div", { class: "row" }, send, stop, look, ctx.asks ? null : el("span", { class: "dim" }, "This console only shows: asking a model takes its time on the GPU. Whoever started it can allow that: ", el("code", {}, "corral console --read-only --playground"))));
+  const form = el("form", { class: "card ask" });
+  const pictures = attachments(form, prompt, { toast: ctx.toast, changed: () => changed() });
+  fill(form, el("div", { class: "row" }, mode, el("label", { class: "inline" }, compare, "two side by side")), system, edited, prompt, pictures.node,
+    el("div", { class: "row" }, send, stop, pictures.button, look, ctx.asks ? null : el("span", { class: "dim" }, "This console only shows: asking a model takes its time on the GPU. Whoever started it can allow that: ", el("code", {}, "corral console --read-only --playground"))));
   form.addEventListener("submit", (event) => {
     event.preventDefault();
     if (!prompt.value.trim() || send.disabled) return;
-    const said = prompt.value;
+    const said = prompt.value, seen = pictures.urls;
     const asked = lanes.map((one) => [one, page.question(one)]);
     if (!chat()) lanes.forEach((one) => one.cut());
     else if (editing !== null) lanes.forEach((one) => one.cut(editing));
     if (chat()) edit(null, "");
-    for (const [one, what] of asked) one.ask(what, chat() ? said : null);
+    for (const [one, what] of asked) one.ask(what, chat() ? said : null, seen);
     prompt.focus();
   });
   prompt.addEventListener("keydown", (event) => {
@@ -142,6 +147,7 @@ function playground(ctx, known) {
     shown(known, server) {
       for (const one of lanes) one.offer(known.servers);
       if (server) lanes[0].choose(server);
+      changed();
       list();
       prompt.focus();
     },
