@@ -1,7 +1,7 @@
-"""`corral batch`, over HTTP and `--offline`, beside `LLM.generate`, `vllm run-batch` and 20 threads of requests.
+"""`corral batch`, over HTTP and `--in-process`, beside `LLM.generate`, `vllm run-batch` and 20 threads of requests.
 
-One machine, one engine, one run: the server that Corral starts is measured with `corral batch` (over HTTP, and in
-process with `--offline`) and the threads script in turn (in both orders), then stopped; then the engine itself runs
+One machine, one engine, one run: the server that Corral starts is measured with `corral batch` (over HTTP, and
+with `--in-process`) and the threads script in turn (in both orders), then stopped; then the engine itself runs
 the same prompts in process with the same settings, and `vllm run-batch` does. Both are warmed up by 160 short
 answers. Printed are output tokens per second without start-up, and the ratios. With `--together` the engine in
 process is there beside the server and they take turns, run by run: give each less than half of the memory then
@@ -35,7 +35,7 @@ from typing import Any
 from process import corral, corral_json
 
 NAME = "batchtest-speed"
-CORRAL, IN_PROCESS = "corral batch", "corral batch --offline"
+CORRAL, IN_PROCESS = "corral batch", "corral batch --in-process"
 WAYS = {"http": CORRAL, "offline": IN_PROCESS}
 THREADS, OFFLINE_ENGINE = "20 threads + requests", "LLM.generate"
 ENGINE_FLAGS: dict[str, Callable[[str], Any]] = {
@@ -237,14 +237,14 @@ def served(prompts: list[str], load: Load, place: Path, server: Server, contende
         return with_threads(prompts, url, key, endpoint["model"], load.tokens)
     rows = place / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
-    more = ["--offline"] if contender == IN_PROCESS else []
+    more = ["--in-process"] if contender == IN_PROCESS else []
     output = place / f"out-{time.monotonic_ns()}.jsonl"  # no run goes on with another's
     return with_corral(server, rows, output, load.tokens, *more)
 
 
 def table(load: Load, speeds: dict[str, list[float]]) -> None:
     ours = [mean(speeds[name]) if name in speeds else None for name in (CORRAL, IN_PROCESS)]
-    print(f"\n{load}\n{'contender':30} {'out tok/s':>10} {'corral / it':>12} {'--offline / it':>15}   each run")
+    print(f"\n{load}\n{'contender':30} {'out tok/s':>10} {'corral / it':>12} {'--in-process / it':>15}   each run")
     for name, found in speeds.items():
         each = ", ".join(f"{speed:,.0f}" for speed in found)
         ratios = [f"{one / mean(found):.2f}" if one else "" for one in ours]
@@ -283,7 +283,7 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         place, words = Path(folder), [*setup, *shlex.split(given.up)]
-        spec = corral_json("up", given.model, "--name", NAME, "--dry-run", *words)
+        spec = corral_json("up", given.model, "--name", NAME, "--dry-run", "--json", *words)
         servers: list[Server] = []
         engine: Engine | None = None
         try:

@@ -84,7 +84,7 @@ def sweep(found: TuneRun, given: argparse.Namespace, seconds: float) -> dict[Set
         if flags := flags_of(found, setup):
             setups[str(number)] = (setup, {"_benchmark_name": str(number), **flags})
     (folder / "serve.json").write_text(json.dumps([flags for _, flags in setups.values()]))
-    dry = corral_json("up", given.model, "--name", NAME, "--dry-run", *shlex.split(given.up))
+    dry = corral_json("up", given.model, "--name", NAME, "--dry-run", "--json", *shlex.split(given.up))
     rank = dry["ranks"][0]
     command = sweep_command(rank, dry["served_name"], dry["model_path"], folder, given)
     began = time.monotonic()

@@ -31,7 +31,7 @@ from tests.tiny_llama import make_tiny_llama
 
 JOB = ("--partition", "gpu", "--slurm", "cpus_per_task=2", "--slurm", "mem=6G", "--slurm", "gpus_per_node=0")
 PAIR = ("--link", "native", "--set", "pipeline=2")
-SMALL = ("--set", "eager=true", "--set", "max_model_len=512", "--patience", "60")
+SMALL = ("--set", "eager=true", "--set", "max_model_len=512", "--node-timeout", "60")
 PREEMPTION = {"PreemptType": "preempt/partition_prio", "PreemptMode": "REQUEUE"}
 STREAMS = 4
 ROWS = 9000
@@ -176,7 +176,7 @@ def preemption(bed: Bed, slurm: Slurm) -> bool:
     rows, output = bed.folder / "rows.jsonl", bed.folder / "out.jsonl"
     rows.write_text("".join(json.dumps({"id": n, "prompt": f"Row {n}"}) + "\n" for n in range(ROWS)))
     slurm.run("scontrol", "update", "PartitionName=debug", "PriorityTier=10")
-    bed.must("batch", str(rows), "-o", str(output), "--model", str(bed.model), *JOB, "--time", "30:00",
+    bed.must("batch", str(rows), "-o", str(output), "--start", str(bed.model), *JOB, "--time", "30:00",
              "--jobs", "3", *SMALL[:4], "--max-tokens", "48", "--param", "ignore_eos=true")  # fmt: skip
 
     def standing() -> Any:

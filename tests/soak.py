@@ -124,7 +124,7 @@ class Soak:
 
     def bring_up(self) -> None:
         words = ["up", str(self.model), "--name", NAME, "--hosts", ",".join(NODES), "--restart", "50"]
-        done = self.corral(*words, "--patience", "5", "--env", "STUB_OPTIONS=pause=0.05")
+        done = self.corral(*words, "--node-timeout", "5", "--env", "STUB_OPTIONS=pause=0.05")
         self.figures.brought_up += not done.returncode
         if done.returncode and done.stderr:
             print(f"  up: {done.stderr.strip().splitlines()[-1][:160]}", flush=True)

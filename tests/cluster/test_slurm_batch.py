@@ -63,7 +63,7 @@ class Login:
         given, output = self.rows(name, count)
         for left in self.folder.glob(f"{output.name}*"):  # of a first try of the same test
             shutil.rmtree(left) if left.is_dir() else left.unlink()
-        words = ["batch", given, "-o", str(output), "--model", str(self.model), *SMALL, "--time", time_limit]
+        words = ["batch", given, "-o", str(output), "--start", str(self.model), *SMALL, "--time", time_limit]
         done = self.corral(*words, "--concurrency", "32", *arguments, rate=rate)
         assert done.returncode == 0, done.stderr
         assert "queued: job" in done.stderr
@@ -121,7 +121,7 @@ def login(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Login]:
 
 def test_what_cannot_work_is_refused_before_it_is_queued(login: Login) -> None:
     given, output = login.rows("refused", 10)
-    words = ["batch", given, "-o", str(output), "--model", str(login.model), *SMALL]
+    words = ["batch", given, "-o", str(output), "--start", str(login.model), *SMALL]
     done = login.corral(*words, "--time", "0:30")
     assert done.returncode == 5
     assert "it would end before it answers" in done.stderr
@@ -163,7 +163,7 @@ def test_over_ssh_the_model_runs_there_and_the_batch_here(login: Login) -> None:
     given, output = login.rows("ssh", 200)
     env = {**os.environ, "CORRAL_HOME": str(login.folder / "corral"), "HOME": str(login.folder), "FAKE_RATE": "0",
            "PYTHONPATH": str(SOURCE), "CORRAL_SSH": " ".join(login.hosts.ssh_command)}  # fmt: skip
-    words = ["batch", given, "-o", str(output), "--model", str(login.model), "--hosts", "n2"]
+    words = ["batch", given, "-o", str(output), "--start", str(login.model), "--hosts", "n2"]
     command = [sys.executable, "-m", "corral", *words]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -36,7 +36,7 @@ def launches(corral: Corral) -> set[Path]:
 def test_offline_starts_runs_and_stops(corral: Corral, tiny_model: Path, tmp_path: Path) -> None:
     rows, output = tmp_path / "rows.jsonl", tmp_path / "out.parquet"
     write_rows(rows, 40)
-    argv = ["batch", str(rows), "-o", str(output), "--model", str(tiny_model), *FAST, "--max-tokens", "6",
+    argv = ["batch", str(rows), "-o", str(output), "--start", str(tiny_model), *FAST, "--max-tokens", "6",
             "--temperature", "0", "--param", "ignore_eos=true", "--ordered"]  # fmt: skip
     done = corral.run(*argv)
     assert "done: 40 of 40 rows" in done.stderr
@@ -112,7 +112,7 @@ def test_the_same_rows_over_http_and_in_the_engines_process(corral: Corral, batc
         for n, body in enumerate(asked)
     ))  # fmt: skip
     found = []
-    for name, more in (("http", []), ("process", ["--offline"])):
+    for name, more in (("http", []), ("process", ["--in-process"])):
         output = tmp_path / f"{name}.jsonl"
         done = corral.run(
             "batch", str(rows), "-o", str(output), "--deployment", batched, "--ordered", *more, check=False

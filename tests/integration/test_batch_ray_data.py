@@ -106,7 +106,7 @@ def test_killed_in_the_middle_every_row_has_one_result(cluster: Cluster, tiny_mo
     rows[17] |= {"allowed_token_ids": [999_999_999]}  # beyond its vocabulary: vLLM refuses it, and this row alone
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     output = tmp_path / "out.jsonl"
-    command = [str(tmp_path / "in.jsonl"), "-o", str(output), "--engine", "ray-data", "--model"]
+    command = [str(tmp_path / "in.jsonl"), "-o", str(output), "--engine", "ray-data", "--start"]
     command += [str(tiny_model), "--context", "512", "--set", "eager=true", "--temperature", "0"]
     first = cluster.batch(*command)
     until = time.monotonic() + 600
@@ -135,7 +135,7 @@ def test_without_a_cluster_it_says_so(cluster: Cluster, tmp_path: Path) -> None:
     (tmp_path / "in.txt").write_text("Hello\n")
     nowhere = Cluster(cluster.python, {**cluster.env, "RAY_ADDRESS": f"127.0.0.1:{free_port()}"})
     run = nowhere.batch(
-        str(tmp_path / "in.txt"), "-o", str(tmp_path / "o.jsonl"), "--engine", "ray-data", "--model", "m"
+        str(tmp_path / "in.txt"), "-o", str(tmp_path / "o.jsonl"), "--engine", "ray-data", "--start", "m"
     )
     said = run.communicate(timeout=200)[0]
     assert run.returncode == 9, said

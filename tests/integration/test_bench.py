@@ -98,7 +98,7 @@ def test_figures_are_what_vllms_own_code_makes_of_the_same_rows(corral: Corral) 
     with fake("--ttft-ms", "40", "--itl-ms", "8", "--jitter", "0.4", "--fault", "cut:every=9") as url:
         body = bench("run", "--url", url, "--request-rate", "60", "--num-prompts", "150", "--output-len", "12",
                      "--range-ratio", "0.9", "--save-detailed", "--percentiles", "50,90,99", "--warmup", "0",
-                     "--goodput", "ttft=60ms,tpot=8.1ms")  # fmt: skip
+                     "--slo", "ttft=60ms,tpot=8.1ms")  # fmt: skip
     python = corral.engine / "bin" / "python"
     done = subprocess.run([str(python), "-c", VLLMS_OWN], input=json.dumps(body), capture_output=True, text=True,
                           timeout=300)  # fmt: skip

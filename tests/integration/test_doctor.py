@@ -41,7 +41,7 @@ def said(body: Any, what: str) -> list[str]:
 
 @pytest.mark.engine
 def test_three_hosts_that_are_well(hosts: Hosts, corral: Corral, tiny_model: Path) -> None:
-    code, body, _ = doctor(hosts, corral, "--timeout", "120", "--interface", "eth0")
+    code, body, _ = doctor(hosts, corral, "--deadline", "120", "--interface", "eth0")
     fatal = [f for f in body["findings"] if f["level"] == "fatal"]
     assert (code, fatal) == (0, [])
     assert body["fabric"]["addresses"] == {host: hosts.address(host) for host in NAMES}
@@ -77,7 +77,7 @@ def test_a_wall_between_two_hosts_is_found(hosts: Hosts, corral: Corral) -> None
     wall = ["route", "add", "unreachable", f"{hosts.address('node2')}/32"]
     hosts.exec("node1", ["ip", *wall])
     try:
-        code, body, _ = doctor(hosts, corral, "--interface", "eth0", "--timeout", "60")
+        code, body, _ = doctor(hosts, corral, "--interface", "eth0", "--deadline", "60")
     finally:
         hosts.exec("node1", ["ip", "route", "del", *wall[2:]])
     assert code == 8
@@ -106,7 +106,7 @@ def test_a_host_that_is_off_one_with_a_new_key_and_one_that_is_well(tmp_path: Pa
     with Hosts(tmp_path, NAMES) as hosts:  # of its own: no connection that is still open may know them
         hosts.power_off("node1")
         hosts.change_host_key("node2")
-        code, body, _ = doctor(hosts, corral, "--timeout", "40")
+        code, body, _ = doctor(hosts, corral, "--deadline", "40")
     assert code == 8
     why = {f["host"]: f["text"] for f in body["findings"] if f["level"] == "fatal" and f["what"] == "ssh"}
     assert set(why) == {"node1", "node2"}

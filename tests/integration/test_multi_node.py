@@ -52,7 +52,7 @@ models = "{models}"
 [defaults]
 model = "{model}"
 """
-OPTIONS = ("--set", "eager=true", "--set", "max_model_len=512", "--patience", "30", "--json")
+OPTIONS = ("--set", "eager=true", "--set", "max_model_len=512", "--node-timeout", "30", "--json")
 # Two nodes here are twice the same cores, and both ranks would bind themselves to the first; under Ray none does.
 APART = {"native": ("--env", f"{BOUND}=nobind", "--env", "OMP_NUM_THREADS=1"), "ray": ()}
 PROMPTS = ("Once upon a time", "The capital of France is", "1 2 3 4")

@@ -69,8 +69,8 @@ def rows_of(seed: int, places: int = 16, count: int = 400) -> list[RequestRow]:
 
 def run_of(seed: int, places: int = 16, problems: tuple[Problem, ...] = ()) -> tuple[Run, list[RequestRow]]:
     rows = rows_of(seed, places)
-    promises = (Slo("ttft", "p99", 200.0), Slo("tpot", "p99", 50.0))
-    spec = Spec(Workload(input_len=512, output_len=64), LoadShape(concurrency=places), goodput=promises)
+    levels = (Slo("ttft", "p99", 200.0), Slo("tpot", "p99", 50.0))
+    spec = Spec(Workload(input_len=512, output_len=64), LoadShape(concurrency=places), goodput=levels)
     length_s = max(row.done_ns for row in rows) / 1e9
     found = Run(
         version=1,
@@ -78,7 +78,7 @@ def run_of(seed: int, places: int = 16, problems: tuple[Problem, ...] = ()) -> t
         spec=spec,
         fingerprint=Fingerprint({"model": "meta-llama/Llama-3.1-70B-Instruct", "deployment": "llama-3.1-70b-instruct",
                                  "engine": "cuda-0.32.0"}),
-        summary=summarise(rows, length_s, spec.percentiles, promises),
+        summary=summarise(rows, length_s, spec.percentiles, levels),
         verdict="invalid" if any(p.severity == "invalid" for p in problems) else "caution" if problems else "valid",
         problems=problems,
         notes=("prompts are words: the server has no /tokenize",),

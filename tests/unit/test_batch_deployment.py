@@ -104,7 +104,7 @@ def test_offline_starts_a_model_runs_and_stops_it(answering: Corral, tmp_path: P
 def test_a_bad_input_is_refused_before_a_model_is_started(answering: Corral, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt": 5}\n')
-    done = answering("batch", str(path), "-o", str(tmp_path / "o.jsonl"), "--model", str(answering.model))
+    done = answering("batch", str(path), "-o", str(tmp_path / "o.jsonl"), "--start", str(answering.model))
     assert done.code == 10
     assert "starting" not in done.err
     assert [entry.name for entry in tmp_path.iterdir()] == ["rows.jsonl"]
@@ -117,7 +117,7 @@ def test_offline_counts_long_prompts_with_the_tokenizer_on_disk(answering: Corra
     given, output = rows(tmp_path, 3)
     with Path(given).open("a") as file:
         file.write(json.dumps({"id": "long", "prompt": "x y " * 3000}) + "\n")
-    argv = ["batch", given, "-o", str(output), "--model", str(answering.model), "--context", "1000"]
+    argv = ["batch", given, "-o", str(output), "--start", str(answering.model), "--context", "1000"]
     done = answering(*argv)
     assert done.code == 10, done.err
     assert "line 4 has 5000 tokens; the context holds 1000" in done.err

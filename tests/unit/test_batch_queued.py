@@ -227,13 +227,13 @@ def test_several_runners_do_not_each_start_a_model_here(corral: Corral, tmp_path
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "x"}\n')
     argv = ["batch", str(rows), "-o", str(tmp_path / "o.jsonl")]
-    done = corral(*argv, "--model", str(corral.model), "--jobs", "2")
+    done = corral(*argv, "--start", str(corral.model), "--jobs", "2")
     assert done.code == 2
     assert "corral up" in done.err
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
     assert corral(*argv, "--hosts", "a,b").code == 2
     assert corral(*argv, "--partition", "gpu").code == 2
-    both = corral(*argv, "--model", "x", "--hosts", "a", "--partition", "gpu")
+    both = corral(*argv, "--start", "x", "--hosts", "a", "--partition", "gpu")
     assert "Leave one of them out" in both.err
 
 

@@ -280,10 +280,10 @@ def test_cancel_stops_it_and_status_knows(tmp_path: Path) -> None:
     ("given", "words"),
     [
         ([], "needs the model"),
-        (["--model", "m"], "ray is needed"),
-        (["--model", "m", "--jobs", "2"], "starts its own engines"),
-        (["--model", "m", "--url", "http://127.0.0.1:1"], "starts its own engines"),
-        (["--model", "m", "--hosts", "a,b"], "on a Ray cluster that is there"),
+        (["--start", "m"], "ray is needed"),
+        (["--start", "m", "--jobs", "2"], "starts its own engines"),
+        (["--start", "m", "--url", "http://127.0.0.1:1"], "starts its own engines"),
+        (["--start", "m", "--hosts", "a,b"], "on a Ray cluster that is there"),
     ],
 )
 def test_the_command_refuses_what_ray_cannot_use(

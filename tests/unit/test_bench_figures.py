@@ -31,7 +31,7 @@ from corral.lab.bench.metrics import (
 )
 from corral.lab.bench.series import Probe, Searching, backlog_slope, passes, steady_rate
 from corral.lab.bench.server_metrics import ServerDelta, sample_of
-from corral.lab.bench.spec import LoadShape, Spec, Workload, parse_goodput, parse_percentiles, parse_slos
+from corral.lab.bench.spec import LoadShape, Spec, Workload, parse_percentiles, parse_slos
 
 MS = 1_000_000
 
@@ -116,7 +116,6 @@ def test_a_service_level_that_makes_no_sense_is_refused(text: str) -> None:
         lambda: LoadShape(rate=-1.0),
         lambda: LoadShape(arrival="ramp", rate=1.0),
         lambda: parse_percentiles("99,101"),
-        lambda: parse_goodput("ttft=1s,itl=1ms"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(make: object) -> None:
@@ -137,7 +136,7 @@ def test_percentiles_lie_between_neighbours(values: list[float], p: float) -> No
 
 def test_definitions_are_those_of_vllm_bench_serve() -> None:
     rows = [row(0, 0.0, 50.0, 5, 10.0), row(1, 20.0, 70.0, 3, 20.0), failure(2)]
-    s = summarise(rows, 2.0, (50.0, 99.0), parse_slos("ttft=60,tpot=15"))
+    s = summarise(rows, 2.0, (50.0, 99.0), parse_slos("ttft=60,tpot=15,itl=0.001"))  # no request has one single ITL
     assert (s.completed, s.failed, s.errors) == (2, 1, {"ServerGone": 1})
     assert (s.input_tokens, s.output_tokens) == (200, 8)
     assert (s.request_throughput, s.output_throughput, s.total_token_throughput) == (1.0, 4.0, 104.0)

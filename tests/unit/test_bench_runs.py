@@ -220,7 +220,7 @@ def test_a_run_is_measured_kept_and_told(bench, server: FakeServer) -> None:
 
 def test_the_result_file_has_vllms_keys(bench, server: FakeServer) -> None:
     said = bench("run", "--url", server.url, "--request-rate", "400", "--num-prompts", "30", *SMALL,
-                 "--save-detailed", "--json", "--goodput", "ttft=1s")  # fmt: skip
+                 "--save-detailed", "--json", "--slo", "ttft=1s,itl=1s")  # fmt: skip
     body = said.json()
     wanted = {"duration", "completed", "failed", "total_input_tokens", "total_output_tokens", "request_throughput",
               "request_goodput", "output_throughput", "total_token_throughput", "mean_ttft_ms", "p50_itl_ms",
@@ -397,7 +397,7 @@ def test_a_search_with_a_trace_probes_at_the_rates_it_names(arrival: str, tmp_pa
     given = dict.fromkeys(("seed", "warmup"), None)
     given |= {"dataset": "trace", "file": str(tmp_path / "t"), "arrival": arrival, "percentiles": "99"}
     given |= {"input_len": 8, "output_len": 8, "range_ratio": 0.0, "prefix_len": 0, "num_prefixes": 1, "turns": 1,
-              "chat": False, "ignore_eos": True, "temperature": 0.0, "goodput": "", "stall_s": 9.0}  # fmt: skip
+              "chat": False, "ignore_eos": True, "temperature": 0.0, "slo": "", "stall_s": 9.0}  # fmt: skip
     base = make_spec(given)
     for rate in (1.0, 100.0):
         probe = _probe_spec(base, parse_slos("ttft_p99=1s"), "rate", rate, 15.0, 1)

@@ -146,7 +146,7 @@ def test_hostile_paths(corral: Corral, tmp_path: Path) -> None:
 def test_names_that_clients_say_are_apart_from_the_deployments(corral: Corral) -> None:
     """A path, as Kempner's clients say it, names no folder; further names are the same model's."""
     path = "/n/models/Llama-3.1-405B"
-    words = ["up", str(corral.model), "--served-name", path, "--served-name", "llama", "--dry-run"]
+    words = ["up", str(corral.model), "--served-name", path, "--served-name", "llama", "--dry-run", "--json"]
     spec = corral(*words).json()
     assert spec["deployment"] == corral.model.name
     argv = spec["ranks"][0]["argv"]
@@ -327,7 +327,9 @@ def test_a_port_taken_while_the_engine_starts(corral: Corral, fixed: bool) -> No
 
 def test_dry_run_is_the_launch(corral: Corral) -> None:
     port = str(free_port())
-    dry = corral("up", str(corral.model), "--dry-run", "--port", port, "--", "--max-num-seqs", "4", "--seed", "7")
+    dry = corral(
+        "up", str(corral.model), "--dry-run", "--json", "--port", port, "--", "--max-num-seqs", "4", "--seed", "7"
+    )
     assert dry.code == 0, dry.err
     spec = dry.json()
     argv = spec["ranks"][0]["argv"]

@@ -16,7 +16,7 @@ KEY = "k" * 32
 
 def rank(corral: Corral, *options: str) -> tuple[list[str], dict[str, str]]:
     """The engine's words and environment in a dry run."""
-    done = corral("up", str(corral.model), "--dry-run", *options)
+    done = corral("up", str(corral.model), "--dry-run", "--json", *options)
     assert done.code == 0, done.err
     spec = json.loads(done.out)["ranks"][0]
     return spec["argv"], spec["env"]
@@ -40,7 +40,7 @@ def test_pages_and_stored_responses_are_switched_on(corral: Corral) -> None:
     origins = ["https://chat.example.org", "http://localhost:3000"]
     assert json.loads(after(argv, "--allowed-origins")) == json.loads(env["CORRAL_ALLOWED_ORIGINS"]) == origins
     assert env["CORRAL_STORE_RESPONSES"] == "1"
-    done = corral("up", str(corral.model), "--dry-run", "--allowed-origins", "chat.example.org")
+    done = corral("up", str(corral.model), "--dry-run", "--json", "--allowed-origins", "chat.example.org")
     assert done.code == 2
     assert "'chat.example.org' is not an origin: write https://chat.example.org, or * for all." in done.err
 
@@ -48,11 +48,11 @@ def test_pages_and_stored_responses_are_switched_on(corral: Corral) -> None:
 def test_tools_are_said_and_switched_off(corral: Corral) -> None:
     template = corral.model / "chat_template.jinja"
     template.write_text("<tool_call>{{ x }}")
-    done = corral("up", str(corral.model), "--dry-run")
+    done = corral("up", str(corral.model), "--dry-run", "--json")
     assert after(json.loads(done.out)["ranks"][0]["argv"], "--tool-call-parser") == "hermes"
     assert "tool calls are read by vLLM's parser hermes; --no-tools switches them off" in done.err
     for own in (["--no-tools"], ["--", "--tool-call-parser", "pythonic", "--enable-auto-tool-choice"]):
-        done = corral("up", str(corral.model), "--dry-run", *own)
+        done = corral("up", str(corral.model), "--dry-run", "--json", *own)
         assert "hermes" not in done.out
         assert "hermes" not in done.err
 

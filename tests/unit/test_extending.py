@@ -123,7 +123,7 @@ def test_a_new_target_serves_and_runs_batches_through_a_profile(with_desk: Corra
     assert with_desk.apart("down", "served").code == 0
     given, output = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
     given.write_text("".join(json.dumps({"id": n, "prompt": f"Row {n}"}) + "\n" for n in range(20)))
-    batch = with_desk.apart("batch", str(given), "-o", str(output), "--model", str(with_desk.model), "--on", "mine")
+    batch = with_desk.apart("batch", str(given), "-o", str(output), "--start", str(with_desk.model), "--on", "mine")
     assert batch.code == 0, batch.err
     assert len(output.read_text().splitlines()) == 20
     started = [folder for folder in all_folders() if folder.name.startswith("batch-")]

@@ -26,7 +26,7 @@ def corral(clean_home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 MISSING = (
     ("batch", "row.jsonl", "-o", "out.jsonl", *NOBODY),
     ("batch", "row.jsonl", "-o", "out.jsonl"),
-    ("batch", "row.jsonl", "-o", "out.jsonl", "--model", "smollm2"),
+    ("batch", "row.jsonl", "-o", "out.jsonl", "--start", "smollm2"),
     ("batch", "check", "row.jsonl"),
     ("batch", "rows.jsonl", "-o", "out.jsonl", "--prompt-template", "@row.jsonl", *NOBODY),
     ("score", "-i", "row.jsonl", "-o", "out.jsonl", *NOBODY),

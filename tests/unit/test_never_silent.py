@@ -277,7 +277,7 @@ def test_a_second_start_knows_what_is_usual(corral: Corral) -> None:
 
 def test_what_was_remembered_counts_where_its_compiled_code_is(corral: Corral, tmp_path: Path) -> None:
     def expected(**env: str) -> Any:
-        return corral("up", str(corral.model), "--dry-run", **env).json()["expected"]
+        return corral("up", str(corral.model), "--dry-run", "--json", **env).json()["expected"]
 
     assert corral("up", str(corral.model), "--name", "one").code == 0
     assert corral("down", "one").code == 0
@@ -291,7 +291,7 @@ def test_what_was_remembered_counts_where_its_compiled_code_is(corral: Corral, t
 
 
 def test_the_agents_get_what_is_expected(corral: Corral) -> None:
-    spec = corral("up", str(corral.model), "--dry-run").json()
+    spec = corral("up", str(corral.model), "--dry-run", "--json").json()
     assert spec["expected"]["compiling"] == {"seconds": 100.0, "remembered": False}
 
 

@@ -63,7 +63,7 @@ def shared(tmp_path: Path, clean_home: Path, monkeypatch: pytest.MonkeyPatch) ->
     return shared
 
 
-@pytest.mark.parametrize("words", [("doctor", "--on", "mine", "--quick", "--timeout", "5s"),
+@pytest.mark.parametrize("words", [("doctor", "--on", "mine", "--quick", "--deadline", "5s"),
                                    ("up", "--on", "mine", "smollm2", "--dry-run"),
                                    ("plan", "smollm2", "--on", "mine")])  # fmt: skip
 def test_a_profile_that_another_user_planted_runs_nothing(

@@ -68,7 +68,7 @@ def test_a_model_of_the_hub_is_pulled_first_and_no_hub_is_asked(
     profile = clean_home / ".corral" / "profiles" / "box.toml"
     profile.parent.mkdir(parents=True)
     profile.write_text('[hardware]\ngpus = "8xH100"\n[runtime]\nname = "docker"\n')
-    words = ["up", "llama-3.1-70b-instruct", "--on", "box", "--dry-run"]  # 8 GPUs that are not here
+    words = ["up", "llama-3.1-70b-instruct", "--on", "box", "--dry-run", "--json"]  # 8 GPUs that are not here
     spec = json.loads(CliRunner().invoke(root, words).stdout)
     done = CliRunner().invoke(root, [*words, "--shell"])
     assert done.exit_code == 0, done.output

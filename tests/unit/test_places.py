@@ -174,7 +174,7 @@ def test_what_was_pulled_to_a_folder_here_is_served_from_there(corral: Corral, h
     assert done.code == 0, done.err
     once = sent(hub)
     assert once >= (corral.model / "model.safetensors").stat().st_size
-    spec = corral("up", "owner/tiny", "--dry-run", **env)
+    spec = corral("up", "owner/tiny", "--dry-run", "--json", **env)
     assert spec.code == 0, spec.err
     assert spec.json()["model_path"] == str(tmp_path / "disk" / "tiny")
     done = corral("pull", "owner/tiny", "--json", **env)

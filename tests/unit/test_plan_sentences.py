@@ -266,7 +266,7 @@ def test_doctor_remembers_how_fast_a_model_was_read(tmp_path: Path, home: Path) 
     (folder / "config.json").write_text("{}")
     (folder / "model.safetensors").write_bytes(os.urandom(1 << 20))
     done = subprocess.run(
-        [sys.executable, "-m", "corral", "doctor", "--model", str(folder), "--json"], capture_output=True, text=True
+        [sys.executable, "-m", "corral", "doctor", str(folder), "--json"], capture_output=True, text=True
     )
     report = json.loads(done.stdout)
     speed = report["nodes"][0]["read_speed"]

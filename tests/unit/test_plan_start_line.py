@@ -76,7 +76,7 @@ def test_what_is_pasted_is_what_was_planned(corral: Run, profile: str, more: tup
     assert words[words.index("--on") + 1] == profile
     filled = [FILLED.get(word, word).replace("HOST", "10.0.0.") for word in words]
     engine = filled[filled.index("--") :] if "--" in filled else []
-    spec = json.loads(corral("up", *filled[: len(filled) - len(engine)], "--dry-run", *engine))
+    spec = json.loads(corral("up", *filled[: len(filled) - len(engine)], "--dry-run", "--json", *engine))
     assert len(spec["ranks"]) == plan["inventory"]["nodes"]
     argv = spec["ranks"][0]["argv"]
     assert engine_flags(argv) == engine_flags(plan["engine_args"])

@@ -216,7 +216,7 @@ def test_a_profile_without_hosts_is_not_ok_anywhere(
     code, out, _ = corral("profile", "check", "mine")
     assert code == 10
     assert "ssh.hosts needs a value in the profile 'mine'." in out
-    for verb in (("up", "llama-3.1-405b-instruct", "--dry-run"), ("doctor",)):
+    for verb in (("up", "llama-3.1-405b-instruct", "--dry-run", "--json"), ("doctor",)):
         code, _, err = corral(*verb, "--on", "mine")
         assert code == 2
         assert "ssh.hosts needs a value in the profile 'mine'." in err
@@ -260,7 +260,7 @@ def test_up_on_a_profile_renders_what_it_says(corral: Command, tiny_model: Path)
         f'[defaults]\nmodel = "{tiny_model}"\ncontext = 128\nrestart = 2\nstall = 77\n'
         '[engine]\nargs = ["--enforce-eager"]\nenv = { A_B = "c" }\n[endpoint]\nport = 8123\n',
     )
-    code, out, err = corral("up", "--on", "mine", "--dry-run")
+    code, out, err = corral("up", "--on", "mine", "--dry-run", "--json")
     assert code == 0, err
     spec = json.loads(out)
     argv = spec["ranks"][0]["argv"]
@@ -270,7 +270,7 @@ def test_up_on_a_profile_renders_what_it_says(corral: Command, tiny_model: Path)
     assert spec["ranks"][0]["env"]["A_B"] == "c"
     assert (spec["patience"]["restarts"], spec["patience"]["stall_s"]) == (2, 77)
     flags = ("--context", "64", "--restart", "0", "--stall", "99", "--env", "A_B=d", "--port", "8124")
-    spec = json.loads(corral("up", "--on", "mine", *flags, "--dry-run")[1])
+    spec = json.loads(corral("up", "--on", "mine", *flags, "--dry-run", "--json")[1])
     argv = spec["ranks"][0]["argv"]
     assert argv[argv.index("--max-model-len") + 1] == "64"
     assert argv[argv.index("--port") + 1] == "8124"
@@ -279,7 +279,7 @@ def test_up_on_a_profile_renders_what_it_says(corral: Command, tiny_model: Path)
 
 
 def test_up_without_a_profile_is_as_it_was(corral: Command, tiny_model: Path) -> None:
-    spec = json.loads(corral("up", str(tiny_model), "--dry-run", "--port", "8125")[1])
+    spec = json.loads(corral("up", str(tiny_model), "--dry-run", "--json", "--port", "8125")[1])
     assert (spec["patience"], spec["target"]) == (to_json(Patience()), "local")
 
 
@@ -289,21 +289,21 @@ def test_the_environment_names_the_profile_and_single_values(
     own("mine", f'[defaults]\nmodel = "{tiny_model}"\ncontext = 128\n[endpoint]\nport = 8126\n')
     monkeypatch.setenv("CORRAL_PROFILE", "mine")
     monkeypatch.setenv("CORRAL_CONTEXT", "96")
-    argv = json.loads(corral("up", "--dry-run")[1])["ranks"][0]["argv"]
+    argv = json.loads(corral("up", "--dry-run", "--json")[1])["ranks"][0]["argv"]
     assert argv[argv.index("--max-model-len") + 1] == "96"
     assert argv[argv.index("--port") + 1] == "8126"
 
 
 def test_up_refuses_secrets_and_locks_in_a_profile(corral: Command, tiny_model: Path) -> None:
     own("mine", '[engine]\nenv = { VLLM_API_KEY = "x" }\n')
-    code, _, err = corral("up", str(tiny_model), "--on", "mine", "--dry-run")
+    code, _, err = corral("up", str(tiny_model), "--on", "mine", "--dry-run", "--json")
     assert code == 2
     assert "VLLM_API_KEY is not passed" in err
 
 
 def test_up_refuses_an_unknown_or_unfinished_profile(corral: Command) -> None:
-    assert corral("up", "--on", "nobody", "--dry-run")[0] == 3
-    code, _, err = corral("up", "--on", "kempner", "--dry-run")
+    assert corral("up", "--on", "nobody", "--dry-run", "--json")[0] == 3
+    code, _, err = corral("up", "--on", "kempner", "--dry-run", "--json")
     assert code == 2
     assert "slurm.partition, slurm.account need values" in err
 

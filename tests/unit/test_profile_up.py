@@ -49,7 +49,7 @@ def test_a_jobs_name_and_its_logs_are_the_profiles(clean_home: Path) -> None:
     own = 'job_name = "llama"\noutput = "/logs/%x.%j.out"\nerror = "/logs/%x.%j.err"\ntime = "4:00:00"\n'
     (folder / "logged.toml").write_text(f'target = "slurm"\n[slurm]\n{own}[hardware]\ngpus = "4xH100"\n')
     request = DeployRequest.of(merged(load_profile("logged", {}), {"model": "llama-3.1-8b"}))
-    lines = dry_run(request).script.splitlines()
+    lines = dry_run(request)[1].script.splitlines()
     assert {"#SBATCH --job-name=llama", "#SBATCH --output=/logs/%x.%j.out", "#SBATCH --error=/logs/%x.%j.err"} <= {
         *lines
     }

@@ -282,7 +282,7 @@ def led(corral: Command, monkeypatch: pytest.MonkeyPatch) -> Callable[[Case, boo
         if case.init:
             name = "mine"
             corral("profile", "init", name, "--from", case.example, "--force", *case.init)
-        return corral("up", *case.up, "--on", name, "--dry-run", *(["--shell"] if shell else []))
+        return corral("up", *case.up, "--on", name, "--dry-run", "--shell" if shell else "--json")
 
     return run
 
@@ -367,7 +367,7 @@ def test_what_is_left_out_of_a_container_can_be_brought_back(example: str, corra
     hosts = [f"10.0.0.{number + 1}" for number in range(count)]
     back = ("--set", "runtime.privileged=true", "--set", "network.hca=mlx5", "--set", "storage.home=/srv/corral")
     corral("profile", "init", "mine", "--from", example, "--hosts", ",".join(hosts), *back)
-    for rank in json.loads(corral("up", "--on", "mine", "--dry-run"))["ranks"]:
+    for rank in json.loads(corral("up", "--on", "mine", "--dry-run", "--json"))["ranks"]:
         assert "--privileged" in rank["argv"]
         assert rank["env"]["NCCL_IB_HCA"] == "mlx5"
         assert "NCCL_IB_HCA" in rank["argv"]

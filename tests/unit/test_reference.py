@@ -15,14 +15,18 @@ from tests.conftest import ROOT
 LONGEST_PAGE = 250  # lines
 
 
-@pytest.fixture(scope="module")
-def tool() -> ModuleType:
+def load_tool() -> ModuleType:
     spec = importlib.util.spec_from_file_location("write_reference", ROOT / "tools" / "write_reference.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def tool() -> ModuleType:
+    return load_tool()
 
 
 def test_the_reference_is_what_help_prints(clean_home: Path) -> None:

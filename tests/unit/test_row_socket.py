@@ -1,4 +1,4 @@
-"""Rows to the engine's own process without HTTP: the socket alone, and whole batches with `--offline`."""
+"""Rows to the engine's own process without HTTP: the socket alone, and whole batches with `--in-process`."""
 
 from __future__ import annotations
 
@@ -270,7 +270,7 @@ def ids(output: Path) -> list[int]:
 def test_a_batch_in_process_gives_the_rows_of_http(guarded: Corral, tmp_path: Path) -> None:
     given, output = rows(tmp_path, 60, "refuse this")
     assert guarded("up", str(guarded.model), "--name", "one").code == 0
-    offline = guarded("batch", given, "-o", str(output), "--offline", "--ordered")
+    offline = guarded("batch", given, "-o", str(output), "--in-process", "--ordered")
     assert offline.code == 1, offline.err
     over_http = guarded("batch", given, "-o", str(tmp_path / "http.jsonl"), "--ordered")
     assert over_http.code == 1, over_http.err
@@ -321,7 +321,7 @@ def test_without_a_socket_a_started_model_gets_its_rows_over_http(tmp_path: Path
 def test_a_killed_runner_in_process_is_continued_and_loses_nothing(guarded: Corral, tmp_path: Path) -> None:
     given, output = rows(tmp_path, 300)
     assert guarded("up", str(guarded.model), "--name", "one", WHOLE_S="1").code == 0
-    first = guarded.start("batch", given, "-o", str(output), "--offline", "--concurrency", "8")
+    first = guarded.start("batch", given, "-o", str(output), "--in-process", "--concurrency", "8")
     until(lambda: output.exists() and inspect(str(output)).fine, "first results that count")
     first.send_signal(signal.SIGKILL)
     first.communicate()
@@ -337,7 +337,7 @@ def test_a_killed_runner_in_process_is_continued_and_loses_nothing(guarded: Corr
 def test_a_row_that_kills_every_engine_ends_with_the_deployments_own_reason(guarded: Corral, tmp_path: Path) -> None:
     given, output = rows(tmp_path, 40, "die now")
     assert guarded("up", str(guarded.model), "--name", "one", "--restart", "1", LOAD_S="0").code == 0
-    ended = guarded("batch", given, "-o", str(output), "--offline")
+    ended = guarded("batch", given, "-o", str(output), "--in-process")
     assert ended.code == 8, ended.err  # the deployment gives up after a restart, as it would over HTTP
     assert "Everything up to here is kept" in ended.err
     status = guarded("batch", "status", str(output), "--json").json()
@@ -347,7 +347,7 @@ def test_a_row_that_kills_every_engine_ends_with_the_deployments_own_reason(guar
 
 def test_the_batch_starts_and_stops_the_engine_it_hands_rows_to(guarded: Corral, tmp_path: Path) -> None:
     given, output = rows(tmp_path, 30)
-    done = guarded("batch", given, "-o", str(output), "--offline", "--start", str(guarded.model))
+    done = guarded("batch", given, "-o", str(output), "--in-process", "--start", str(guarded.model))
     assert done.code == 0, done.err
     assert ids(output) == list(range(30))
     assert [entry["state"] for entry in guarded("ps", "--json").json()] in ([], ["stopped"])
@@ -355,13 +355,13 @@ def test_the_batch_starts_and_stops_the_engine_it_hands_rows_to(guarded: Corral,
 
 def test_what_has_no_engine_here_is_refused(guarded: Corral, answering: Corral, tmp_path: Path) -> None:
     given, output = rows(tmp_path, 3)
-    refused = guarded("batch", given, "-o", str(output), "--offline", "--url", "http://127.0.0.1:9")
+    refused = guarded("batch", given, "-o", str(output), "--in-process", "--url", "http://127.0.0.1:9")
     assert refused.code == 2, refused.err
     assert "--url names another" in refused.err
-    ray = guarded("batch", given, "-o", str(output), "--offline", "--engine", "ray-data", "--start", "m")
+    ray = guarded("batch", given, "-o", str(output), "--in-process", "--engine", "ray-data", "--start", "m")
     assert ray.code == 2, ray.err
     assert answering("up", str(answering.model), "--name", "bare", FAKE_BARE="1").code == 0
-    bare = answering("batch", given, "-o", str(output), "--offline")
+    bare = answering("batch", given, "-o", str(output), "--in-process")
     assert bare.code == 2, bare.err
     assert "bare takes no rows in process" in bare.err
     assert answering("batch", given, "-o", str(output)).code == 0
@@ -369,7 +369,7 @@ def test_what_has_no_engine_here_is_refused(guarded: Corral, answering: Corral, 
 
 def test_http_is_called_the_limit_only_where_the_api_servers_were_busy() -> None:
     assert http_advice(0.79, 1) == ""
-    assert "the engine's API server was busy 92% of the time: --offline" in http_advice(0.92, 1)
+    assert "the engine's API server was busy 92% of the time: --in-process" in http_advice(0.92, 1)
     assert "4 API servers were busy" in http_advice(0.92, 4)
 
 
@@ -394,7 +394,7 @@ def test_how_busy_the_api_servers_were_is_measured(clean_home: Path, monkeypatch
         began = processor_s(os.getpid())
         while processor_s(os.getpid()) - began < 0.05:
             sum(range(10_000))
-        assert "--offline" in watch.advice()
+        assert "--in-process" in watch.advice()
         watch = FrontEndWatch(Quiet(), ("one",))
         watch.tick(Counts(), inside)  # type: ignore[arg-type]
         assert watch.advice() == ""  # there is no HTTP to leave out

@@ -530,7 +530,16 @@ def test_a_conda_prefix_needs_no_conda(tools: Tools, tmp_path: Path, monkeypatch
 
 # -------------------------------------------------------------------------------------------------- the command line
 def test_a_dry_run_shows_the_containers_command(corral) -> None:
-    words = ("up", str(corral.model), "--dry-run", "--runtime", "docker", "--runtime-option", "image=me/vllm:1")
+    words = (
+        "up",
+        str(corral.model),
+        "--dry-run",
+        "--json",
+        "--runtime",
+        "docker",
+        "--runtime-option",
+        "image=me/vllm:1",
+    )
     spec = corral(*words, HF_TOKEN=SECRET).json()
     (rank,) = spec["ranks"]
     assert spec["runtime"] == "docker"
@@ -552,7 +561,7 @@ def test_a_dry_run_shows_the_containers_command(corral) -> None:
     ],
 )
 def test_what_the_command_line_refuses(corral, words: tuple[str, ...], said: str) -> None:
-    done = corral("up", str(corral.model), "--dry-run", *words)
+    done = corral("up", str(corral.model), "--dry-run", "--json", *words)
     assert done.code == 2
     assert said in done.err
 

@@ -162,7 +162,7 @@ def test_what_if_keeps_the_lengths_that_the_measured_plan_is_for(
 def test_a_fleet_a_range_of_rates_and_a_page(
     clean_home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    base = ("simulate", "--model", "llama-3.1-8b", "--gpus", "1xH200", "--offline", "--num-prompts", "200")
+    base = ("simulate", "llama-3.1-8b", "--gpus", "1xH200", "--offline", "--num-prompts", "200")
     fleet = json.loads(
         said(capsys, *base, "--request-rate", "80", "--slo", "ttft_p99=150ms", "--replicas", "1..8", "--json")
     )
@@ -245,7 +245,7 @@ def test_the_server_is_planned_for_the_requests_it_gets(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     goals = planned_for(monkeypatch)
-    named = ("--model", "llama-3.1-8b", "--gpus", "1xH200", "--offline", "--num-prompts", "20")
+    named = ("llama-3.1-8b", "--gpus", "1xH200", "--offline", "--num-prompts", "20")
     said(capsys, "simulate", "run", *named, *words)
     assert [(goal.prompt_tokens, goal.output_tokens) for goal in goals] == [lengths]
 
@@ -254,13 +254,13 @@ def test_the_server_is_planned_for_the_requests_it_gets(
     ("words", "part"),
     [
         ((), "no server was named"),
-        (("--model", "llama-3.1-8b", "--gpus", "1xH200", "--replicas", "1..3"), "needs an aim"),
-        (("--model", "llama-3.1-8b", "--gpus", "1xH200", "--request-rate", "0"), "--request-rate '0' cannot"),
-        (("--model", "llama-3.1-8b", "--gpus", "1xH200", "--replicas", "1.5"), "'1.5' is not a whole number"),
-        (("--model", "llama-3.1-8b", "--gpus", "1xH200", "--input-len", "200000"), "200,128 tokens do not fit"),
-        (("--model", "llama-3.1-405b", "--gpus", "1xH200", "--offline"), "does not fit"),
-        (("--model", "llama-3.1-8b", "--gpus", "1xH200", "--slo", "itl_p99=50ms"), "Limit tpot"),
-        (("--model", "llama-3.1-8b", "--gpus", "1xH200", "--trace", "none.jsonl"), "none.jsonl"),
+        (("llama-3.1-8b", "--gpus", "1xH200", "--replicas", "1..3"), "needs an aim"),
+        (("llama-3.1-8b", "--gpus", "1xH200", "--request-rate", "0"), "--request-rate '0' cannot"),
+        (("llama-3.1-8b", "--gpus", "1xH200", "--replicas", "1.5"), "'1.5' is not a whole number"),
+        (("llama-3.1-8b", "--gpus", "1xH200", "--input-len", "200000"), "200,128 tokens do not fit"),
+        (("llama-3.1-405b", "--gpus", "1xH200", "--offline"), "does not fit"),
+        (("llama-3.1-8b", "--gpus", "1xH200", "--slo", "itl_p99=50ms"), "Limit tpot"),
+        (("llama-3.1-8b", "--gpus", "1xH200", "--trace", "none.jsonl"), "none.jsonl"),
     ],
 )
 def test_bad_input_is_one_sentence(

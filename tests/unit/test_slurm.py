@@ -420,7 +420,7 @@ def test_kempners_documented_deployments(
         target_options={**KEMPNER, "nodes": nodes},
         fixed={"tensor": tensor, "pipeline": 1},
     )
-    spec = rendering.dry_run(request)
+    spec = rendering.dry_run(request)[1]
     expected = GOLDEN / f"kempner_{model.rpartition('-')[2]}.sh"
     if os.environ.get("CORRAL_GOLDEN"):
         expected.parent.mkdir(exist_ok=True)
@@ -446,7 +446,7 @@ def test_kept_scripts_are_clean(kept: Path, shellcheck: Shellcheck) -> None:
 
 def test_as_many_nodes_as_the_model_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
-    spec = rendering.dry_run(DeployRequest(model="llama-3.1-405b", target="slurm", target_options=KEMPNER))
+    spec = rendering.dry_run(DeployRequest(model="llama-3.1-405b", target="slurm", target_options=KEMPNER))[1]
     assert len(spec.ranks) > 1
     assert f"#SBATCH --nodes={len(spec.ranks)}\n" in spec.script
 
@@ -454,7 +454,7 @@ def test_as_many_nodes_as_the_model_needs(monkeypatch: pytest.MonkeyPatch) -> No
 def test_gpus_need_not_be_typed(fake: Any) -> None:
     fake("scontrol", f'case "$*" in *partition*) {print_text(PARTITIONS)}\n;; *) {print_text(NODES)}\n;; esac')
     tested = fake("sbatch", "exit 0")
-    spec = rendering.dry_run(DeployRequest(model="llama-3.1-70b", target="slurm", fixed={"tensor": 4}))
+    spec = rendering.dry_run(DeployRequest(model="llama-3.1-70b", target="slurm", fixed={"tensor": 4}))[1]
     said = [line.removeprefix("#SBATCH --") for line in spec.script.splitlines() if line.startswith("#SBATCH")]
     for option in ("partition=gpu_h100", "nodes=1", "gpus-per-node=4", "cpus-per-task=96", "mem=0", "time=1:00:00"):
         assert option in said

@@ -181,9 +181,9 @@ def test_knobs_leave_alone_what_is_fixed_and_offer_to_drop_what_was_pasted() -> 
 
 
 def test_objectives_refuse_what_they_cannot_judge() -> None:
-    with pytest.raises(UsageError, match="--goal rate needs a service level"):
+    with pytest.raises(UsageError, match="--objective rate needs a service level"):
         Objective(ObjectiveKind.RATE, concurrency=8)
-    with pytest.raises(UsageError, match="--goal latency needs a request rate"):
+    with pytest.raises(UsageError, match="--objective latency needs a request rate"):
         Objective(ObjectiveKind.LATENCY)
 
 
@@ -478,8 +478,8 @@ def test_a_part_of_a_model_with_a_short_context_is_not_refused(
             "--input-len 512 --output-len 512 --concurrency 256 --request-rate 2",
             "256 requests at once of 1,024 tokens",
         ),
-        ("--input-len 512 --output-len 512 --concurrency 256 --request-rate 2 --goal latency", ""),
-        ("--input-len 130000 --output-len 512 --request-rate 2 --goal latency", "the longest here has 130,512"),
+        ("--input-len 512 --output-len 512 --concurrency 256 --request-rate 2 --objective latency", ""),
+        ("--input-len 130000 --output-len 512 --request-rate 2 --objective latency", "the longest here has 130,512"),
     ],
 )
 def test_a_part_must_hold_the_load_of_every_setup(

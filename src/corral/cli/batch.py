@@ -10,8 +10,8 @@ import click
 
 from corral.base.errors import INTERRUPTED, CorralError, UsageError
 from corral.base.files import read_text
-from corral.cli.help_pages import DefaultVerbGroup, GroupedCommand
-from corral.cli.options import Duration, TokenCount, chosen_target, target_options
+from corral.cli.help_pages import DefaultVerbGroup, GroupedCommand, RenamedOption
+from corral.cli.options import Duration, TokenCount, chosen_target, price_option, target_options
 from corral.lab.report.batch import Screen, print_check, print_status
 from corral.lab.report.screen import print_json, tell
 
@@ -39,7 +39,7 @@ def _recipe_options(function: Any) -> Any:
         click.option(
             "--max-tokens", type=int, help="Longest answer in tokens; to a plain prompt 256 where nothing is said."
         ),
-        click.option("--temperature", type=float, help="0 is greedy."),
+        click.option("--temperature", type=float, help="Spread of the choice; 0 is greedy."),
         click.option("--top-p", type=float, help="Sample from the likeliest tokens of this total probability."),
         click.option("--seed", type=int, help="Seed of every row."),
         click.option("--n", type=int, help="Answers per prompt."),
@@ -74,7 +74,7 @@ def run_options(function: Any) -> Any:
         click.option("--wait", is_flag=True,
                      help="Wait for a deployment that has failed, in case it is started again (up to --patience);"
                           " on SLURM, wait until the batch is done."),
-        click.option("--price", type=click.FloatRange(min=0), metavar="AMOUNT", help="Per GPU-hour."),
+        price_option,
         click.option("--json", "as_json", is_flag=True, help="Progress and summary as JSON lines on stdout."),
     ]  # fmt: skip
     for option in reversed(options):
@@ -90,8 +90,8 @@ def server_options(function: Any) -> Any:
         ),
         click.option("--url", "urls", multiple=True, help="Use the server at this address; repeatable."),
         click.option("--key-file", help="File (mode 0600) with the key for --url."),
-        click.option("--start", "model", metavar="MODEL", help="Start this model, run, stop it."),
-        click.option("--model", "named_model", hidden=True),  # what --start was called
+        click.option("--start", "model", cls=RenamedOption, was="--model", metavar="MODEL",
+                     help="Start this model, run, stop it."),
         click.option("--context", type=TokenCount(), help="With --start: longest request in tokens, 32768 or 32k."),
         click.option("--set", "fixed", multiple=True, metavar="KEY=VALUE",
                      help="With --start: fix a field of the plan."),
@@ -124,7 +124,9 @@ def output_options(function: Any) -> Any:
 @click.option("--engine", type=click.Choice(["http", "ray-data"]), default="http", show_default=True,
               help="ray-data: on an existing Ray cluster, with --start a path or a Hugging Face id.")  # fmt: skip
 @click.option(
-    "--offline",
+    "--in-process",
+    cls=RenamedOption,
+    was="--offline",
     is_flag=True,
     help="Hand rows to a running engine of this machine inside its process, not over HTTP (with --start: by itself).",
 )
@@ -148,7 +150,6 @@ def run_rows(options: dict[str, Any], recipe: Any) -> int:
     """Do the rows of a file as a recipe says."""
     from corral.use.batch.spec import BatchServers, BatchSpec, ModelToStart
 
-    options["model"] = options["model"] or options["named_model"]
     spec = BatchSpec(
         input=options["input"],
         output=options["output"],
@@ -171,7 +172,7 @@ def run_rows(options: dict[str, Any], recipe: Any) -> int:
         ModelToStart(model, options["context"], options["fixed"], (), more, engine, replicas) if model else None
     )
     servers = BatchServers(
-        options["deployments"], options["urls"], options["key_file"], start_model, options["offline"]
+        options["deployments"], options["urls"], options["key_file"], start_model, options["in_process"]
     )
     return _run(spec, servers, options)
 
@@ -240,7 +241,8 @@ def check(skip_bad: bool, as_json: bool, **options: Any) -> int:
 @click.option("--port", type=click.IntRange(0, 65535), default=8100, show_default=True, help="Port; 0: any free one.")
 @click.option("--any-model", is_flag=True, help="Rows that name another model get the served one.")
 @click.option("--skip-bad", is_flag=True, help="Send bad rows to the error file and do the others.")
-@click.option("--jobs", type=click.IntRange(min=1), default=2, show_default=True, help="Batches that run at once.")
+@click.option("--max-batches", "jobs", cls=RenamedOption, was="--jobs", type=click.IntRange(min=1), default=2,
+              show_default=True, help="Batches that run at once.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON line when ready.")
 def serve(**options: Any) -> int:
     """Serve OpenAI's batch API (/v1/files, /v1/batches) in front of your own model."""

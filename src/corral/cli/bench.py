@@ -26,6 +26,7 @@ from corral.cli.bench_options import (
     numbers,
     read_plan_file,
     refuse_ignored,
+    slo_option,
     work_options,
 )
 from corral.cli.help_pages import WholeGroup
@@ -64,7 +65,7 @@ def compare(a: str, b: str, as_json: bool) -> None:
 @click.command()
 @click.argument("reference", metavar="RUN", default="last")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write one HTML file.")
-@json_option("Everything that is known of the run.")
+@json_option("Everything that is known of the run, as JSON.")
 def report(reference: str, output: Path | None, as_json: bool) -> None:
     """A saved run again: in the terminal, as JSON, or as one HTML file."""
     folder = store.find(reference)
@@ -165,6 +166,7 @@ def _new_folder(label: str, name: str) -> Iterator[Path]:
 @click.group(cls=WholeGroup, invoke_without_command=True)
 @measured_options
 @work_options
+@slo_option
 @click.pass_context
 def command(context: click.Context, /, **options: Any) -> int:
     """Measure a served model. Without a subcommand: a quick profile of the running deployment, in half a minute."""
@@ -222,6 +224,7 @@ def _figures(folder: Path) -> dict[str, Any]:
 @command.command()
 @measured_options
 @work_options
+@slo_option
 @load_options
 @click.option("--repeat", default=1, show_default=True, help="Measure this many times, for confidence intervals.")
 def run(repeat: int, **options: Any) -> int:
@@ -251,8 +254,17 @@ def run(repeat: int, **options: Any) -> int:
 @command.command()
 @measured_options
 @work_options
-@click.option("--concurrency", "concurrencies", default="", metavar="N,N,…", help="Closed loop, one run for each.")
-@click.option("--request-rate", "rates", default="", metavar="R,R,…", help="Open loop, one run for each.")
+@slo_option
+@click.option(
+    "--concurrency",
+    "concurrencies",
+    default="",
+    metavar="N,N,…",
+    help="Closed loop: requests at once, one run for each.",
+)
+@click.option(
+    "--request-rate", "rates", default="", metavar="R,R,…", help="Open loop: requests per second, one run for each."
+)
 @click.option("--num-prompts", type=int, help="Requests of each run (default: 8 for each at once, at least 64).")
 @click.option("--seconds", type=Duration(), metavar="TIME", help="Send nothing after this long, in each run.")
 def sweep(concurrencies: str, rates: str, num_prompts: int | None, **options: Any) -> int:
@@ -277,7 +289,7 @@ def sweep(concurrencies: str, rates: str, num_prompts: int | None, **options: An
 @command.command("search")
 @measured_options
 @work_options
-@click.option("--slo", required=True, metavar="SLOS", help="For example ttft_p99=1s,tpot_p99=50ms.")
+@click.option("--slo", required=True, metavar="SLOS", help="Service levels to meet: ttft_p99=1s,tpot_p99=50ms.")
 @click.option(
     "--over", type=click.Choice(["rate", "concurrency"]), default="rate", show_default=True, help="What is varied."
 )
@@ -295,7 +307,7 @@ def search_command(
         raise UsageError(
             "the search cannot use these numbers.", "Give a tolerance from 0.001 to 0.5, and 2 to 100 probes."
         )
-    spec = make_spec(options)
+    spec = make_spec({**options, "slo": slo})
     refuse_ignored(spec.load, over)
     line = CountLine()
     bench = _bench(options, line)

@@ -13,6 +13,7 @@ import click
 from corral.base.errors import UsageError
 from corral.base.record import from_json
 from corral.base.untrusted import parse_json
+from corral.cli.help_pages import RenamedOption
 from corral.cli.options import Duration, F, T, endpoint_options, json_option, price_option, together
 from corral.lab.bench.spec import (
     ARRIVALS,
@@ -21,8 +22,8 @@ from corral.lab.bench.spec import (
     LoadShape,
     Spec,
     Workload,
-    parse_goodput,
     parse_percentiles,
+    parse_slos,
 )
 from corral.plan.contract import Plan
 
@@ -30,8 +31,8 @@ from corral.plan.contract import Plan
 def lengths_options(input_len: int) -> Callable[[F], F]:
     """Lengths of prompts and answers, and what prompts share."""
     return together(
-        click.option("--input-len", default=input_len, show_default=True, help="Prompt tokens."),
-        click.option("--output-len", default=128, show_default=True, help="Tokens of an answer."),
+        click.option("--input-len", default=input_len, show_default=True, help="Prompt tokens of a request."),
+        click.option("--output-len", default=128, show_default=True, help="Output tokens of a request."),
         click.option("--range-ratio", default=0.0, help="Lengths vary by ± this share."),
         click.option("--prefix-len", default=64, show_default=True, help="prefix_repetition: shared tokens."),
         click.option("--num-prefixes", default=10, show_default=True, help="prefix_repetition: different prefixes."),
@@ -63,28 +64,38 @@ measured_options = together(
         help="What requests ask for (default: what the deployment is for; generate).",
     ),
     price_option,
-    click.option("--gpus", type=int, metavar="N", help="GPUs that serve it, where no plan tells."),
+    click.option("--gpu-count", "gpus", cls=RenamedOption, was="--gpus", type=int, metavar="N",
+                 help="GPUs that serve it, where no plan tells."),
     click.option("--name", "run_name", default="", metavar="NAME", help="Name of the run (default: time and load)."),
     click.option("--save-detailed", is_flag=True, help="Per-request lists in result.json, as vLLM writes them."),
     json_option("The figures as JSON on stdout."),
-)
+)  # fmt: skip
 
 work_options = together(
-    click.option("--dataset", default="random", show_default=True, metavar="NAME", help=", ".join(DATASETS) + "."),
+    click.option(
+        "--dataset",
+        default="random",
+        show_default=True,
+        metavar="NAME",
+        help=f"What the requests look like: {', '.join(DATASETS)}.",
+    ),
     click.option("--dataset-path", "file", type=click.Path(), help="Its file."),
     lengths_options(128),
     click.option("--chat", is_flag=True, help="Use the chat endpoint."),
-    click.option("--ignore-eos/--no-ignore-eos", default=True, show_default=True, help="Answers of full length."),
-    click.option("--temperature", default=0.0, show_default=True, help="0 is greedy."),
-    click.option("--seed", type=int, help="Of prompts and send times (default: a new one, saved with the run)."),
+    click.option(
+        "--ignore-eos/--no-ignore-eos", default=True, show_default=True, help="Go on past the model's own end."
+    ),
+    click.option("--temperature", default=0.0, show_default=True, help="Spread of the choice; 0 is greedy."),
+    click.option("--seed", type=int, help="Seed of prompts and send times (default: a new one, saved with the run)."),
     click.option(
         "--warmup", type=int, help="Requests before the measurement (default: as many as run at once, at most 16)."
     ),
     click.option("--percentiles", default="90,99", show_default=True, metavar="P,P,…", help="Which to report."),
-    click.option("--goodput", default="", metavar="SLOS", help="Count good requests: ttft=1s,tpot=50ms."),
     click.option(
-        "--stall",
+        "--timeout",
         "stall_s",
+        cls=RenamedOption,
+        was="--stall",
         type=Duration(),
         default="10m",
         show_default=True,
@@ -92,6 +103,11 @@ work_options = together(
         help="How long a server may be silent.",
     ),
 )
+
+slo_option = click.option(
+    "--slo", cls=RenamedOption, was="--goodput", default="", metavar="SLOS",
+    help="Service levels to judge it by, and requests that meet them: ttft_p99=1s,tpot_p99=50ms.",
+)  # fmt: skip
 
 load_options = together(
     click.option("--num-prompts", default=100, show_default=True, help="Requests (conversations) to send."),
@@ -121,7 +137,7 @@ def make_spec(options: Mapping[str, Any], *, replay: bool = False) -> Spec:
         load,
         warmup=warmup,
         percentiles=parse_percentiles(options["percentiles"]),
-        goodput=parse_goodput(options["goodput"]),
+        goodput=parse_slos(options["slo"]) if options["slo"] else (),
         stall_s=options["stall_s"],
     )
 

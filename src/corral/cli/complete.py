@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 @click.option(
     "--schema", metavar="FILE", help="The answer is JSON of the schema in this file, and is checked to be JSON."
 )
-@click.option("--json", "as_json", is_flag=True, help="The server's response, untouched.")
+@click.option("--json", "as_json", is_flag=True, help="The server's JSON response, untouched.")
 def command(prompt: str | None, file: str | None, schema: str | None, as_json: bool, **given: Any) -> None:
     """Continue PROMPT. The text goes to stdout as it is made.
 

@@ -15,6 +15,7 @@ from corral.base.files import write_atomic
 from corral.base.home import home_dir
 from corral.base.record import to_json
 from corral.base.ssh import typed_hosts
+from corral.cli.help_pages import FormerOption, RenamedOption
 from corral.cli.options import Duration, json_option
 from corral.deploy.doctor import readiness
 from corral.deploy.doctor.examination import Question, examine
@@ -23,6 +24,7 @@ from corral.deploy.lifecycle.orphans import find_orphans
 from corral.deploy.profile.merging import merged, storage_of
 from corral.deploy.profile.profile import load_profile
 from corral.deploy.targets.keys import target_class
+from corral.engines.runtimes.base import RUNTIMES
 from corral.lab.report.doctor import report_lines
 from corral.lab.report.screen import PhaseScreen, print_json
 from corral.plan.hardware.inventory import recognise
@@ -31,15 +33,19 @@ from corral.plan.places import Storage
 
 
 @click.command()
-@click.option("--hosts", metavar="A,B|@FILE", help="Nodes as ssh knows them (default: this machine).")
+@click.argument("model", required=False)
+@click.option(
+    "--hosts", metavar="A,B,…", help="Nodes, as ssh knows them; @FILE: one per line (default: this machine)."
+)
 @click.option("--on", "profile", metavar="PROFILE", help="The nodes and runtime of a profile.")
-@click.option("--model", help="Model that all nodes should see: a folder, a name, or owner/name of the hub.")
-@click.option("--runtime", help="How vLLM exists on the nodes (default: managed, or the profile's).")
+@click.option("--model", "model_before", cls=FormerOption, argument="MODEL")
+@click.option("--runtime", type=click.Choice(list(RUNTIMES)),
+              help="How vLLM is installed on the nodes (default: managed, or the profile's).")  # fmt: skip
 @click.option("--interface", metavar="NAME|NETWORK", help="Interface or network between the nodes (default: found).")
 @click.option("--port", "ports", type=click.IntRange(1, 65535), multiple=True, help="Port that must be free.")
 @click.option("--quick", is_flag=True, help="Only what `corral up` checks: nothing is measured.")
-@click.option("--timeout", "timeout_s", type=Duration(5), default=60, show_default=True,
-              metavar="TIME", help="The whole examination ends within this.")  # fmt: skip
+@click.option("--deadline", "timeout_s", cls=RenamedOption, was="--timeout", type=Duration(5), default=60,
+              show_default=True, metavar="TIME", help="The whole examination ends within this.")  # fmt: skip
 @click.option("--fix-script", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
               help="Write the commands that make the nodes ready into FILE, to read and run there.")  # fmt: skip
 @click.option("--orphans", is_flag=True, help="List jobs, processes and containers that no deployment owns.")
@@ -48,6 +54,7 @@ def command(
     hosts: str | None,
     profile: str | None,
     model: str | None,
+    model_before: str | None,
     runtime: str | None,
     interface: str | None,
     ports: tuple[int, ...],
@@ -59,24 +66,18 @@ def command(
 ) -> int:
     """Examine nodes and list what would keep a deployment from working there, with a remedy each.
 
+    MODEL is one that all nodes should see: a folder, a name, or owner/name of the hub.
+
     Nothing is changed and no process is ended. Exit code 8 when something fatal was found.
     """
-    if orphans:
-        _show(find_orphans(typed_hosts(hosts) if hosts else (), timeout_s), as_json)
-        return 0
-    question = Question(model=model, interface=interface, quick=quick, timeout_s=timeout_s)
     chosen_hosts = typed_hosts(hosts) if hosts else ()
+    if orphans:
+        _show(find_orphans(chosen_hosts, timeout_s), as_json)
+        return 0
+    question = Question(model=model or model_before, interface=interface, quick=quick, timeout_s=timeout_s)
     if profile:
         question = _of_profile(question, profile, chosen_hosts)
-    if chosen_hosts:
-        question = dataclasses.replace(question, hosts=chosen_hosts)
-    if ports:
-        question = dataclasses.replace(question, ports=ports, ports_needed=True)
-    if runtime and runtime != question.runtime:
-        question = dataclasses.replace(question, runtime=runtime, runtime_options={})
-    repeated = sorted({host for host in question.hosts if question.hosts.count(host) > 1})
-    if repeated:
-        raise UsageError(f"the host {repeated[0]!r} is named twice.", "Name each node once.")
+    question = _with_flags(question, chosen_hosts, ports, runtime)
     with PhaseScreen(quiet=as_json) as screen:
         report = examine(question, screen.phase)
     _remember(report)
@@ -84,6 +85,19 @@ def command(
     if fix_script:
         _write_script(fix_script, readiness.fix_script(report.nodes, question.runtime))
     return LaunchError.exit_code if report.level == Level.FATAL else 0
+
+
+def _with_flags(question: Question, hosts: tuple[str, ...], ports: tuple[int, ...], runtime: str | None) -> Question:
+    if hosts:
+        question = dataclasses.replace(question, hosts=hosts)
+    if ports:
+        question = dataclasses.replace(question, ports=ports, ports_needed=True)
+    if runtime and runtime != question.runtime:
+        question = dataclasses.replace(question, runtime=runtime, runtime_options={})
+    repeated = sorted({host for host in question.hosts if question.hosts.count(host) > 1})
+    if repeated:
+        raise UsageError(f"the host {repeated[0]!r} is named twice.", "Name each node once.")
+    return question
 
 
 def _write_script(path: Path, script: str) -> None:

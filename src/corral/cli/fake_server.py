@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from corral.base.errors import UsageError
+from corral.cli.help_pages import RenamedOption
 
 
 def _answer_tokens(text: str) -> tuple[int, int] | None:
@@ -37,7 +38,8 @@ def _tool_call(text: str) -> tuple[str, str]:
 
 @click.command(epilog="Faults and their settings: docs/fake-server.md.")
 @click.option("--model", default="fake", show_default=True, help="Name of the served model.")
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--bind", "host", cls=RenamedOption, was="--host", default="127.0.0.1", show_default=True,
+              metavar="ADDRESS", help="Address to listen on.")  # fmt: skip
 @click.option("--port", default=0, show_default=True, help="Port; 0 takes a free one.")
 @click.option("--max-model-len", default=8192, show_default=True, help="Context length in tokens.")
 @click.option("--key-file", type=click.Path(path_type=Path), help="File with the key that callers must present.")

@@ -88,7 +88,7 @@ def run_keeper(
 @command.command("simulate")
 @click.argument("trace")
 @click.option(
-    "--replicas", metavar="A..B", default="1..8", show_default=True, help="How many members the fleet may have."
+    "--replicas", metavar="A..B", default="1..8", show_default=True, help="Servers that the fleet may have."
 )
 @click.option("--capacity", type=click.FloatRange(min=0.1), required=True, metavar="TOKENS/S",
               help="What one member generates at full load (see `corral bench`, `corral plan`).")  # fmt: skip

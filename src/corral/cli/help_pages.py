@@ -93,6 +93,22 @@ class _OldSpelling:
         self._option.process(value, state)
 
 
+class FormerOption(click.Option):
+    """An option of earlier releases whose value is an argument now; it works, and names the argument on stderr."""
+
+    def __init__(self, *args: Any, argument: str, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.hidden = True
+        self.argument = argument
+
+    def process_value(self, ctx: click.Context, value: Any) -> Any:
+        result = super().process_value(ctx, value)
+        if result is not None:
+            was, now = self.opts[0], self.argument
+            click.echo(f"corral: {was} {now} is now {now} alone; the next release no longer takes {was}", err=True)
+        return result
+
+
 class GroupedCommand(click.Command):
     """A command whose page shows examples first, and its options under headings.
 

@@ -29,7 +29,7 @@ COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 @click.option("--follow", "-f", is_flag=True, help="Follow the log as it grows, until the deployment ends.")
 @click.option("--rank", type=click.IntRange(min=0), default=0, show_default=True, help="Which rank's log.")
 @click.option("--lines", "-n", type=click.IntRange(min=1), help="Only the last lines.")
-@json_option('Each line as {"rank", "line"}.')
+@json_option('Each line as JSON: {"rank", "line"}.')
 def command(name: str | None, follow: bool, rank: int, lines: int | None, as_json: bool) -> None:
     """Print the engine's log."""
     folder = choose_folder(name)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # the planner is loaded by the command alone
 
 
 @click.group(cls=WholeGroup, invoke_without_command=True)
-@click.option("--gpus", metavar="SPEC", help="Ask whether they fit these GPUs instead (8xH100, 1xA100-40GB, …).")
+@click.option("--gpus", metavar="NxKIND", help="Hardware, for example 8xH100 (default: this machine's own).")
 @click.option("--search", metavar="WORDS", default="", help="Only models whose name or task has all of the words.")
 @click.option("--all", "everything", is_flag=True, help="Those that do not fit, and every stored format, too.")
 @json_option("All of them as JSON.")

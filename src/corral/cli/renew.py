@@ -17,7 +17,7 @@ from corral.serve.fleet.record import change_fleet
 @deployment_argument
 @click.option("--max-jobs", type=click.IntRange(min=1), help="Jobs in all, from now on.")
 @click.option("--while", "parent", type=click.IntRange(min=1), metavar="PID", help="End when this process has ended.")
-@click.option("--once", is_flag=True, help="Only what is due now.")
+@click.option("--once", is_flag=True, help="Do once what is due now, and end.")
 @click.option("--json", "as_json", is_flag=True, help="What it does, and at last why it ends, as JSON lines.")
 def command(name: str | None, max_jobs: int | None, parent: int | None, once: bool, as_json: bool) -> None:
     """Keep NAME, started with `corral up … --renew`: submit a successor before each time limit.

@@ -10,6 +10,7 @@ import click
 
 from corral.base.errors import INTERRUPTED, UsageError
 from corral.base.wording import counted, duration
+from corral.cli.help_pages import FormerOption, RenamedOption
 from corral.cli.options import Duration, endpoint_options
 from corral.lab.report.screen import print_json
 
@@ -25,7 +26,7 @@ UNFINISHED = 1  # finished, but some rows are in the error file
     epilog="More: docs/scoring.md.",
 )
 @click.argument("source", metavar="INPUT", type=click.Path(path_type=Path), required=False)
-@click.option("-i", "--input", "named", hidden=True, type=click.Path(path_type=Path))
+@click.option("--input", "-i", "named", cls=FormerOption, argument="INPUT", type=click.Path(path_type=Path))
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path), metavar="FILE",
               help="Results: .jsonl (as they come) or .parquet (at the end, in the input's order).")  # fmt: skip
 @endpoint_options
@@ -50,10 +51,8 @@ UNFINISHED = 1  # finished, but some rows are in the error file
               metavar="TIME", help="How long to wait for a server that is away.")  # fmt: skip
 @click.option("--wait", is_flag=True, help="Also wait for a deployment that has ended, until it is started again.")
 @click.option("--skip-bad", is_flag=True, help="Send bad rows to the error file and score the others.")
-@click.option(
-    "--force", is_flag=True, help="Accept another model or other settings than at the start, and start over."
-)
-@click.option("--restart", "force_too", is_flag=True, hidden=True)
+@click.option("--force", cls=RenamedOption, was="--restart", is_flag=True,
+              help="Accept another model or other settings than at the start, and start over.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="The report as JSON.")
 def command(output: Path, patience_s: float, force: bool, as_json: bool, **given: Any) -> int:
     """Score rows of INPUT: {"id", "text"}, {"id", "context", "continuation"} or {"id", "context", "choices": […]}.
@@ -84,7 +83,7 @@ def command(output: Path, patience_s: float, force: bool, as_json: bool, **given
     try:
         report = score_file(
             [server], endpoint.model, source, output, options, progress,
-            settings=settings, skip_bad=given["skip_bad"], force=force or given["force_too"],
+            settings=settings, skip_bad=given["skip_bad"], force=force,
         )  # fmt: skip
     finally:
         progress.end()

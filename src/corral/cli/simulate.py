@@ -15,7 +15,7 @@ from corral.base.files import write_atomic
 from corral.base.record import to_json
 from corral.base.wording import counted
 from corral.cli.bench_options import arrival_options, lengths_options
-from corral.cli.help_pages import DefaultVerbGroup, GroupedCommand, RenamedOption
+from corral.cli.help_pages import DefaultVerbGroup, FormerOption, GroupedCommand, RenamedOption
 from corral.cli.options import Duration, context_option, fixed_option, json_option, price_option
 from corral.lab.bench.spec import LoadShape, Slo, Workload, parse_slos
 from corral.lab.report import tables
@@ -46,7 +46,7 @@ from corral.plan.settings import largest_graph, parse_assignments
 from corral.serve.gateway.policies import POLICIES
 
 EXAMPLES = """
-corral simulate --model llama-3.1-70b --gpus 8xH100 --request-rate 20 --slo ttft_p99=2s --replicas 1..8
+corral simulate llama-3.1-70b --gpus 8xH100 --request-rate 20 --slo ttft_p99=2s --replicas 1..8
 corral simulate --from last --input-len 512 --output-len 128 --request-rate 4..40 --slo ttft_p99=1s
 corral simulate --from run1,run2,run3 --concurrency 64 --set weights=fp8
 corral simulate validate run1 run2 run3 run4
@@ -59,7 +59,7 @@ SATURATED = 8  # times the seats: requests from which a replica's capacity is ta
 def command() -> None:
     """How a load would go: latencies, throughput, the smallest fleet: `corral simulate --from RUN --request-rate 8`.
 
-    Step times come from measured runs (--from), or from the planner (--model and --gpus).
+    Step times come from measured runs (--from), or from the planner (MODEL and --gpus).
     `corral simulate run --help` lists all options.
     """
 
@@ -93,17 +93,18 @@ def _slos(text: str | None) -> tuple[Slo, ...]:
 
 
 @command.command("run", cls=GroupedCommand, examples=EXAMPLES, headings={
-    "The server": ("--from", "--model", "--gpus", "--nodes", "--network", "--context", "--set", "--offline"),
+    "The server": ("--from", "--gpus", "--nodes", "--network", "--context", "--set", "--offline"),
     "The load": ("--trace", "--trace-speed", "--dataset", "--num-prompts", "--input-len", "--output-len",
                  "--range-ratio", "--prefix-len", "--num-prefixes", "--turns", "--request-rate", "--concurrency",
                  "--arrival", "--burstiness", "--seed"),
     "The fleet": ("--replicas", "--route", "--autoscale", "--slo", "--price"),
     "Output": ("-o", "--json", "--help"),
 })  # fmt: skip
+@click.argument("model", required=False)
 @click.option(
     "--from", "measured", multiple=True, metavar="RUN", help="Fit to this run of `corral bench`; repeatable."
 )
-@click.option("--model", help="A model, served as its plan says, by the planner's roofline.")
+@click.option("--model", "model_before", cls=FormerOption, argument="MODEL")
 @click.option("--gpus", metavar="NxKIND", help="Hardware of one replica, for example 8xH100.")
 @click.option("--nodes", type=int, metavar="N", help="Equal nodes of that hardware, for one replica.")
 @click.option("--network", "link", cls=RenamedOption, was="--link", type=click.Choice(list(LINKS)), default="ib-ndr",
@@ -126,12 +127,12 @@ def _slos(text: str | None) -> tuple[Slo, ...]:
 @click.option("--request-rate", "rate", metavar="PER_S", help="Requests per second: 8, or 4..40.")
 @click.option("--concurrency", type=click.IntRange(min=1), help="Requests at once, where there is no rate.")
 @arrival_options(["poisson", "constant", "gamma"])
-@click.option("--seed", type=int, default=0, show_default=True, help="Of lengths and times.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of lengths and times.")
 @click.option("--replicas", default="1", show_default=True, metavar="N|A..B",
               help="Servers behind one gateway; of A..B, the fewest that meet --slo.")  # fmt: skip
 @click.option("--route", "policy", cls=RenamedOption, was="--policy", type=click.Choice(list(POLICIES)),
               default="prefix", show_default=True,
-              help="How the gateway chooses.")  # fmt: skip
+              help="How a server is chosen.")  # fmt: skip
 @click.option("--autoscale", "lead_s", type=Duration(at_least_s=1), metavar="DURATION",
               help="Follow the load between A and B replicas; a further one serves after so long.")  # fmt: skip
 @click.option("--slo", metavar="SLOS", help="Service level to keep: ttft_p99=500ms,tpot_p99=40ms.")
@@ -139,7 +140,11 @@ def _slos(text: str | None) -> tuple[Slo, ...]:
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write an HTML page with charts there.")
 @json_option("All figures as JSON on stdout.")
 def run(output: Path | None, as_json: bool, **options: Any) -> int:
-    """Simulate a load, or the same load at several rates or on several fleets."""
+    """Simulate a load, or the same load at several rates or on several fleets.
+
+    MODEL is served as its plan for --gpus says, by the planner's roofline.
+    """
+    options["model"] = options["model"] or options["model_before"]
     slos = _slos(options["slo"])
     source_at, rates = _load(options)  # wrong options are refused before the fit, which takes time
     least, most = _counts(options["replicas"])
@@ -249,7 +254,7 @@ def _server(options: dict[str, Any]) -> SimServer:
         same = {} if options["gpus"] or plan.settings.eager else {"max_graph_size": str(captured)}
         return what_if(server, plan, _fitting(make_plan(plan.model, inventory, kept, {**same, **fixed})))
     if not options["model"] or not options["gpus"]:
-        raise UsageError("no server was named.", "Give --from RUN, or --model and --gpus.")
+        raise UsageError("no server was named.", "Give --from RUN, or a model and --gpus.")
     facts = read_facts(options["model"], options["offline"] or hub_is_off())
     inventory = parse_gpus(options["gpus"], options["nodes"], options["link"])
     plan = _fitting(make_plan(facts, inventory, _goal(options), fixed, tuning_for(facts, inventory)))
@@ -287,7 +292,7 @@ def _fitting(plan: Plan) -> Plan:
 @click.option(
     "--fit", "fitted", multiple=True, metavar="RUN", help="Fit to this run; several (default: the first 3)."
 )
-@click.option("--slo", metavar="SLOS", help="Compare the highest rate under it: ttft_p90=1s.")
+@click.option("--slo", metavar="SLOS", help="Service level for which highest rates are compared: ttft_p90=1s.")
 @json_option("All errors as JSON on stdout.")
 def validate_command(runs: tuple[str, ...], fitted: tuple[str, ...], slo: str | None, as_json: bool) -> int:
     """Fit to some RUNS of `corral bench`, predict the others, and print the errors beside the planner's."""

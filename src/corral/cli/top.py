@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 @click.option("--key-file", metavar="FILE", help="File with its key.")
 @click.option("--interval", "interval_s", type=Duration(0.2), default=1.0, show_default=True,
               metavar="TIME", help="Time between looks; speeds are means over it.")  # fmt: skip
-@click.option("--once", is_flag=True, help="Two looks, one interval apart; print and leave.")
+@click.option("--once", is_flag=True, help="Look once, over one interval; print and end.")
 @json_option()
 def command(
     names: tuple[str, ...], urls: tuple[str, ...], key_file: str | None, interval_s: float, once: bool, as_json: bool

@@ -17,7 +17,7 @@ from corral.base.files import read_text, write_atomic
 from corral.base.processes import terminated_as_interrupted
 from corral.base.record import dump_json, load_json
 from corral.base.wording import duration
-from corral.cli.help_pages import DefaultVerbGroup, GroupedCommand
+from corral.cli.help_pages import DefaultVerbGroup, GroupedCommand, RenamedOption
 from corral.cli.options import (
     Duration,
     context_option,
@@ -71,7 +71,7 @@ def command() -> None:
 
 @command.command("run", cls=GroupedCommand, examples=EXAMPLES, headings={
     "The workload": ("--workload", "--input-len", "--output-len", "--chat", "--concurrency", "--request-rate"),
-    "The goal": ("--goal", "--slo", "--budget", "--measure"),
+    "The goal": ("--objective", "--slo", "--budget", "--measure"),
     "The server": ("--deployment", "--on", "--side-by-side", "--context", "--set", "--runtime", "--runtime-option",
                    "--env"),
     "Options for ssh": (), "Options for SLURM": (), "Options for ssh and SLURM": (),
@@ -90,8 +90,9 @@ def command() -> None:
     "--concurrency", type=click.IntRange(min=1), help="Requests at once (default: as many as the plan has seats for)."
 )
 @click.option("--request-rate", "rate", type=click.FloatRange(min=0, min_open=True), metavar="PER_S",
-              help="For --goal latency: requests per second.")  # fmt: skip
-@click.option("--goal", type=click.Choice([one.value for one in ObjectiveKind]),
+              help="For --objective latency: requests per second.")  # fmt: skip
+@click.option("--objective", "goal", cls=RenamedOption, was="--goal",
+              type=click.Choice([one.value for one in ObjectiveKind]),
               help="What to optimise (default: throughput; with --slo, rate).")  # fmt: skip
 @click.option("--slo", metavar="SLOS", help="Service level to meet: ttft_p99=500ms,tpot_p99=40ms.")
 @click.option(

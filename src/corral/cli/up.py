@@ -13,7 +13,7 @@ import click
 
 from corral.base.errors import CorralError, LaunchError, UsageError
 from corral.base.wording import duration
-from corral.cli.help_pages import GroupedCommand
+from corral.cli.help_pages import GroupedCommand, RenamedOption
 from corral.cli.options import (
     PREFIX,
     Duration,
@@ -41,6 +41,7 @@ from corral.deploy.profile.merging import merged, use_hub_of
 from corral.deploy.profile.profile import Profile, load_profile
 from corral.deploy.targets.base import Queue, load_target
 from corral.engines.runtimes.base import parse_options
+from corral.lab.report.launch import fleet_launch_lines, launch_lines
 from corral.lab.report.screen import PhaseScreen, explain, print_json
 from corral.plan.settings import parse_assignments
 from corral.serve.fleet.chain import chain_of
@@ -65,9 +66,10 @@ HEADINGS = {
     "Options for ssh and SLURM": (),
     "How it runs": ("--runtime", "--runtime-option", "--flavour", "--link", "--env"),
     "Several servers": ("--replicas", "--keep", "--keeper", "--route"),
-    "Behaviour": ("--name", "--wait", "--attach", "--restart", "--stall", "--hung", "--patience"),
+    "Behaviour": ("--name", "--wait", "--attach", "--restart", "--stall", "--hung", "--node-timeout"),
     "Output": ("--dry-run", "--shell", "--json", "--help"),
 }
+DRY_RUN_FORMS = "Nothing is started. --json prints the whole LaunchSpec, --shell commands to paste."
 FIRST_QUESTION = "What is the capital of France?"
 
 
@@ -114,7 +116,7 @@ FIRST_QUESTION = "What is the capital of France?"
     help="Keep answers of /v1/responses in memory, for previous_response_id.",
 )
 @click.option("--key-file", metavar="FILE", help="File with the key that clients send (default: a new key).")
-@click.option("--patience", "node_s", type=Duration(3), metavar="TIME",
+@click.option("--node-timeout", "node_s", cls=RenamedOption, was="--patience", type=Duration(3), metavar="TIME",
               help="Silence after which a node of several counts as lost"
                    f" (default: {Patience.node_s:g}).")  # fmt: skip
 @runtime_options
@@ -130,7 +132,7 @@ FIRST_QUESTION = "What is the capital of France?"
     help="With --replicas: where the fleet's keeper runs; with `job`, in the jobs of its members (default: here).",
 )
 @click.option(
-    "--route", type=click.Choice(list(POLICIES)), help="With --replicas: who gets a request (default: prefix)."
+    "--route", type=click.Choice(list(POLICIES)), help="With --replicas: how a server is chosen (default: prefix)."
 )
 @click.option("--attach", metavar="NAME", help="Take up an interrupted `corral up` again: wait until NAME is ready.")
 @env_option
@@ -142,9 +144,11 @@ FIRST_QUESTION = "What is the capital of France?"
               help="Give up on a running server that answers nothing and moves no token for this long"
                    f" (default: {Patience.hung_s:g}).")  # fmt: skip
 @click.option("--wait/--no-wait", default=True, help="Wait until it is ready (default), or only start it.")
-@click.option("--dry-run", is_flag=True, help="Print the LaunchSpec that would run, and stop.")
+@click.option("--dry-run", is_flag=True, help="Show what would be started, and stop.")
 @click.option("--shell", is_flag=True, help="With --dry-run: print commands to paste instead.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document when ready.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON document when ready; with --dry-run, the LaunchSpec."
+)
 @target_options
 @click.argument("engine_args", nargs=-1, type=click.UNPROCESSED)
 def command(
@@ -184,12 +188,16 @@ def command(
         if attach or shell:
             raise UsageError("--attach and --shell are for single deployments.", "Leave them out, or --replicas.")
         if dry_run:
-            print_json([masked(spec) for spec in preview(checked(request, fleet), fleet.size, _note)])
+            launches = [(plan, masked(spec)) for plan, spec in preview(checked(request, fleet), fleet.size, _note)]
+            if as_json:
+                print_json([spec for _, spec in launches])
+            else:
+                click.echo("\n".join(fleet_launch_lines(launches)))
             return
         bring_up_fleet(request, fleet, PhaseScreen(quiet=as_json), wait, ask, as_json)
         return
     if dry_run:
-        _preview(request, profile, shell)
+        _preview(request, profile, shell, as_json)
         return
     with PhaseScreen(quiet=as_json) as screen:
         if any(layer.kind == "project" for layer in profile.layers):  # found by where one stands: never silently
@@ -313,14 +321,18 @@ def request_of(
     return DeployRequest.of(options)
 
 
-def _preview(request: DeployRequest, profile: Profile, shell: bool) -> None:
+def _preview(request: DeployRequest, profile: Profile, shell: bool, as_json: bool) -> None:
     """What would run; a profile that names its hardware needs none of it here."""
     # a target with options of its own has heard of that hardware from them
     named = profile.inventory() if request.target == profile.target and not request.target_options else None
     if shell:
         click.echo(rendering.to_paste(request, _note, named), nl=False)
+        return
+    plan, spec = rendering.dry_run(request, _note, named)
+    if as_json:
+        print_json(masked(spec))
     else:
-        print_json(masked(rendering.dry_run(request, _note, named)))
+        click.echo("\n".join([*launch_lines(plan, masked(spec)), "", DRY_RUN_FORMS]))
 
 
 def _renewed(request: DeployRequest, renew: bool, replicas: str | None) -> DeployRequest:

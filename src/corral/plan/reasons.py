@@ -237,7 +237,7 @@ def load_words(speed: Speed, startup_s: float | None = None) -> str:
     )
     if speed.storage_basis.startswith("assumed"):
         words += "; shared file systems often give 0.1 to 1: set it with --storage, or measure it with `corral doctor"
-        words += " --model`"
+        words += " FOLDER`"
     return words if startup_s is None else f"{words}, then about {startup_s:.0f} s of compiling"
 
 

@@ -85,7 +85,7 @@ class _Examination:
         """Whether there is time for a step; a finding where there is not."""
         if self.left_s >= least_s:
             return True
-        self.findings.append(warning(what, "not checked: the time limit was reached", "Allow more with --timeout."))
+        self.findings.append(warning(what, "not checked: the time limit was reached", "Allow more with --deadline."))
         return False
 
     def report(self) -> Report:

@@ -1,7 +1,7 @@
 """Plan × nodes -> LaunchSpec: for each rank its command, environment, files and port. Pure; touches nothing.
 
-What `corral up --dry-run` prints is the very object that a target starts. No secret is in it: the key is named by
-the path of its file.
+What `corral up --dry-run --json` prints is the very object that a target starts. No secret is in it: the key is
+named by the path of its file.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from corral.deploy.lifecycle.decision import DeployDecision, DeployRequest, Prev
 from corral.deploy.targets.base import Target
 from corral.engines.flags import check_arguments
 from corral.engines.runtimes.base import Runtime
+from corral.plan.contract import Plan
 from corral.plan.hardware.inventory import Inventory
 from corral.plan.models import store as model_store
 
@@ -50,13 +51,13 @@ def dry_run(
     note: Callable[[str], None] | None = None,
     inventory: Inventory | None = None,
     taken: set[int] | None = None,
-) -> LaunchSpec:
-    """The very LaunchSpec that would run, with nothing installed, fetched or started. Without `note` asks no node."""
+) -> tuple[Plan, LaunchSpec]:
+    """What would run, with nothing installed, fetched or started. Without `note` asks no node."""
     target, decision = sized(request, note, Preview(inventory))
     note = note or (lambda _: None)
     folder = DeploymentFolder.of(decision.name)
     staged = _unstaged(decision, target, folder, "dry-run", _model_path(decision, target), note)
-    return render_launch(staged, note, taken)
+    return decision.plan, render_launch(staged, note, taken)
 
 
 def to_paste(request: DeployRequest, note: Callable[[str], None], inventory: Inventory | None = None) -> str:

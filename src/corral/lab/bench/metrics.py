@@ -199,6 +199,7 @@ def summarise(
     output = sum(row.output_tokens for row in good)
     total = output + sum(row.input_tokens for row in good)
     per_s = 1 / duration_s if duration_s > 0 else 0.0
+    limits = [slo for slo in goodput if slo.metric != "itl"]  # a request has many ITLs
     peak_tokens, peak_requests = _peaks(good)
     busy = math.fsum(row.e2el_s for row in good)
     return Summary(
@@ -210,7 +211,7 @@ def summarise(
         request_throughput=len(good) * per_s,
         output_throughput=output * per_s,
         total_token_throughput=total * per_s,
-        request_goodput=sum(_is_good(row, goodput) for row in good) * per_s if goodput else None,
+        request_goodput=sum(_is_good(row, limits) for row in good) * per_s if limits else None,
         **{name: spread(values, percentiles) for name, values in latencies_s(good).items()},
         lag=spread([*(() if capped else waits), *heartbeat_s], percentiles),
         queue=spread(waits, percentiles),

@@ -138,7 +138,7 @@ class Slo:
     """One service level: a statistic of a metric that stays at or below a limit."""
 
     metric: str
-    statistic: str  # p99, mean, median; of each request when used as goodput
+    statistic: str  # p99, mean, median; goodput has the limit for each request
     limit_ms: float
 
     @property
@@ -172,17 +172,6 @@ def parse_slos(text: str) -> tuple[Slo, ...]:
     if not found:
         raise UsageError("no service level was given.", "For example: ttft_p99=1s,tpot_p99=50ms.")
     return tuple(found)
-
-
-def parse_goodput(text: str) -> tuple[Slo, ...]:
-    """`ttft=1s,tpot=50ms` as limits of every single request; no limits for an empty text."""
-    limits = parse_slos(text) if text else ()
-    if any(limit.metric == "itl" for limit in limits):
-        raise UsageError(
-            f"--goodput {text!r}: a request has many ITLs, so it cannot be judged by one.",
-            "Limit tpot, its mean time per token; known are ttft, tpot and e2el.",
-        )
-    return limits
 
 
 def parse_percentiles(text: str) -> tuple[float, ...]:

@@ -15,7 +15,7 @@ from corral.lab.bench import store
 from corral.lab.bench.compare import MetricDifference
 from corral.lab.bench.gate import needed
 from corral.lab.bench.limit import TokenCost
-from corral.lab.bench.metrics import RequestRow, Spread, latencies_s
+from corral.lab.bench.metrics import RequestRow, Spread, latencies_s, statistic
 from corral.lab.bench.store import Run, Series
 from corral.lab.report.tables import fact_lines, flowing, table_lines, tied, wrapped
 from corral.plan.speed import rounded
@@ -169,8 +169,14 @@ def _rate_lines(run: Run, columns: int | None) -> list[str]:
     lines = flowing(rates, columns, gap="   ")
     if s.request_goodput is not None:
         share = s.request_goodput / s.request_throughput if s.request_throughput else 0.0
-        levels = ", ".join(f"{slo.metric} ≤ {slo.limit_ms:g} ms" for slo in run.spec.goodput)
+        levels = ", ".join(f"{slo.metric} ≤ {slo.limit_ms:g} ms" for slo in run.spec.goodput if slo.metric != "itl")
         lines += wrapped(f"{figure(s.request_goodput)} req/s good ({share:.0%}): {levels}", columns)
+    for slo in run.spec.goodput:
+        if count := s.of(slo.metric).count:
+            value = statistic(s, slo)
+            verdict = "meets" if value <= slo.limit_ms else "misses"
+            doubt = "?" if count < needed(slo.percentile) else ""
+            lines += wrapped(f"{verdict} {slo}: {figure(value)}{doubt} ms", columns)
     return lines
 
 

@@ -26,7 +26,7 @@ from corral.plan.speed import significant
 if TYPE_CHECKING:
     from corral.plan.need import Cell, Need, ReplicaAdvice, TableRow
 
-_LABEL = 13
+LABEL = 13
 _MOST_REFUSED = 5  # of what cannot run, shown
 _BAR = (("weights", "█"), ("activations", "▓"), ("graphs", "▒"), ("overhead", "▒"), ("KV cache", "░"))
 
@@ -55,9 +55,10 @@ def replica_lines(advice: ReplicaAdvice) -> list[str]:
     return textwrap.wrap(text, reading_width())
 
 
-def _row(label: str, text: str, columns: int) -> list[str]:
-    wrapped = textwrap.wrap(text, columns - _LABEL - 2, break_on_hyphens=False) or [""]
-    return [f"  {label:<{_LABEL}}{wrapped[0]}", *(" " * (_LABEL + 2) + line for line in wrapped[1:])]
+def row(label: str, text: str, columns: int) -> list[str]:
+    """A label, and a text that is wrapped beside it."""
+    wrapped = textwrap.wrap(text, columns - LABEL - 2, break_on_hyphens=False) or [""]
+    return [f"  {label:<{LABEL}}{wrapped[0]}", *(" " * (LABEL + 2) + line for line in wrapped[1:])]
 
 
 def _because(plan: Plan, field: str) -> str:
@@ -70,7 +71,7 @@ def _memory_bar(plan: Plan, columns: int) -> str:
     weights = m.weights_bytes_per_gpu + m.draft_bytes_per_gpu
     sizes = (weights, m.activation_bytes_per_gpu, m.counted_graph_bytes, m.overhead_bytes_per_gpu,
              m.kv_cache_bytes_per_gpu)  # fmt: skip
-    room = min(60, columns - _LABEL - 2)
+    room = min(60, columns - LABEL - 2)
     bar = "".join(block * round(room * size / total) for (_, block), size in zip(_BAR, sizes, strict=True))
     return bar[:room].ljust(room, "·")
 
@@ -99,32 +100,32 @@ def plan_lines(
     yield f"{click.style(plan.model.name, bold=True)} on {plan.inventory.label}: {verdict}"
     yield ""
     if not plan.fits or plan.barely:
-        yield from _row("why", plan.reason, columns)
+        yield from row("why", plan.reason, columns)
     if plan.barely:
         yield from _nearest(plan, columns)
         yield ""
     if plan.verdict != "cannot run as asked":
-        yield from _shape(plan, columns)
+        yield from shape(plan, columns)
     if plan.fits:
         yield from _numbers(plan, columns)
     for warning in plan.warnings:
-        yield from _row("warning", warning, columns)
+        yield from row("warning", warning, columns)
     for note in plan.notes:
-        yield from _row("note", note, columns)
+        yield from row("note", note, columns)
     if plan.rejected:
         yield ""
-        for i, row in enumerate(plan.rejected[:5]):
-            yield from _row("" if i else "not taken", f"{row.what}: {row.because}", columns)
+        for i, other in enumerate(plan.rejected[:5]):
+            yield from row("" if i else "not taken", f"{other.what}: {other.because}", columns)
         if len(plan.rejected) > 5:
-            yield from _row("", f"… and {len(plan.rejected) - 5} more: --explain, --compare", columns)
+            yield from row("", f"… and {len(plan.rejected) - 5} more: --explain, --compare", columns)
     if plan.nearest and not plan.barely:
         yield ""
         yield from _nearest(plan, columns)
     if plan.fits:
         yield ""
         start = up_command(plan, model, asked, profile, replicas)
-        yield f"  {'start it':<{_LABEL}}{start}"  # not wrapped: made to be copied
-        yield f"  {'or by hand':<{_LABEL}}{vllm_command(plan, asked.rest)}"
+        yield f"  {'start it':<{LABEL}}{start}"  # not wrapped: made to be copied
+        yield f"  {'or by hand':<{LABEL}}{vllm_command(plan, asked.rest)}"
 
 
 def _nearest(plan: Plan, columns: int) -> Iterator[str]:
@@ -136,19 +137,19 @@ def _nearest(plan: Plan, columns: int) -> Iterator[str]:
         if plan.barely:
             times = f" and {speed / now:.1f} × the tokens/s" if speed and now else ""
             text += f": a context of {near.max_model_len:,}{times}"
-        yield from _row("" if i else heading, f"{text}  ({near.change})", columns)
+        yield from row("" if i else heading, f"{text}  ({near.change})", columns)
 
 
-def _shape(plan: Plan, columns: int) -> Iterator[str]:
+def shape(plan: Plan, columns: int) -> Iterator[str]:
     """Precision, split, context and memory: of the plan, or of what came nearest to fitting."""
     if plan.precision.how != "native" or plan.precision.weights != plan.model.dtype or plan.inventory.gpu is None:
-        yield from _row("weights", f"{plan.precision.weights}: {_because(plan, 'precision.weights')}", columns)
+        yield from row("weights", f"{plan.precision.weights}: {_because(plan, 'precision.weights')}", columns)
     if plan.inventory.gpu:
-        yield from _row("split", f"{plan.parallel} · {_because(plan, _deciding(plan))}", columns)
-    yield from _row("context", f"{plan.max_model_len:,} tokens · {_because(plan, 'max_model_len')}", columns)
+        yield from row("split", f"{plan.parallel} · {_because(plan, _deciding(plan))}", columns)
+    yield from row("context", f"{plan.max_model_len:,} tokens · {_because(plan, 'max_model_len')}", columns)
     per = "memory/GPU" if plan.inventory.gpu else "memory"
-    yield from _row(per, _memory_text(plan), columns)
-    yield " " * (_LABEL + 2) + click.style(_memory_bar(plan, columns), fg="cyan")
+    yield from row(per, _memory_text(plan), columns)
+    yield " " * (LABEL + 2) + click.style(_memory_bar(plan, columns), fg="cyan")
 
 
 def _deciding(plan: Plan) -> str:
@@ -162,25 +163,25 @@ def _numbers(plan: Plan, columns: int) -> Iterator[str]:
     m, s = plan.memory, plan.speed
     replicas = f", {m.kv_cache_tokens_per_replica:,} in each replica" if plan.parallel.data > 1 else ""
     if plan.model.encoder:
-        yield from _row("KV cache", "none: it reads a text at once and keeps nothing of it", columns)
-        yield from _row("speed", plan.speed.basis, columns)
+        yield from row("KV cache", "none: it reads a text at once and keeps nothing of it", columns)
+        yield from row("speed", plan.speed.basis, columns)
         return
-    yield from _row("KV cache", f"{m.kv_cache_tokens:,} tokens{replicas}", columns)
+    yield from row("KV cache", f"{m.kv_cache_tokens:,} tokens{replicas}", columns)
     if s.decode_tokens_per_s is None:
         known = "unknown: nothing is known of this GPU's bandwidth" if plan.model.writes else s.basis
-        yield from _row("speed", known, columns)
+        yield from row("speed", known, columns)
         return
-    yield from _row("one stream", f"about {about(s.decode_tokens_per_s)} tokens/s", columns)
+    yield from row("one stream", f"about {about(s.decode_tokens_per_s)} tokens/s", columns)
     together = f"about {about(s.throughput_tokens_per_s)} tokens/s at {counted(s.concurrency, 'request')}"
-    yield from _row("together", f"{together} of {s.prompt_tokens} + {s.output_tokens} tokens", columns)
-    yield from _row("first token", f"about {seconds(s.ttft_s)} after {s.prompt_tokens} prompt tokens, alone", columns)
+    yield from row("together", f"{together} of {s.prompt_tokens} + {s.output_tokens} tokens", columns)
+    yield from row("first token", f"about {seconds(s.ttft_s)} after {s.prompt_tokens} prompt tokens, alone", columns)
     words = f": {load_words(s)}" if s.storage_gb_s else ""
-    yield from _row("load", f"about {seconds(s.load_s)}{words}", columns)
-    yield from _row("basis", s.basis, columns)
+    yield from row("load", f"about {seconds(s.load_s)}{words}", columns)
+    yield from row("basis", s.basis, columns)
     if plan.cost.per_hour is not None:
         million = plan.cost.per_million_tokens
         each = f", {million:.2f} per million output tokens when busy" if million else ""
-        yield from _row("cost", f"{plan.cost.per_hour:.2f} per hour{each}", columns)
+        yield from row("cost", f"{plan.cost.per_hour:.2f} per hour{each}", columns)
 
 
 def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> Iterator[str]:

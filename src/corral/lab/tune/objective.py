@@ -50,12 +50,13 @@ class Objective:
 
     def __post_init__(self) -> None:
         if self.kind is ObjectiveKind.RATE and not self.slos:
-            raise UsageError("--goal rate needs a service level.", "Add --slo ttft_p99=1s,tpot_p99=50ms.")
+            raise UsageError("--objective rate needs a service level.", "Add --slo ttft_p99=1s,tpot_p99=50ms.")
         if self.kind is ObjectiveKind.LATENCY and not self.rate:
-            raise UsageError("--goal latency needs a request rate.", "Add --request-rate PER_S.")
+            raise UsageError("--objective latency needs a request rate.", "Add --request-rate PER_S.")
         if self.slos and self.kind is not ObjectiveKind.RATE:
             raise UsageError(
-                f"--slo cannot be used with --goal {self.kind}.", "Leave out --goal: --slo implies --goal rate."
+                f"--slo cannot be used with --objective {self.kind}.",
+                "Leave out --objective: --slo implies --objective rate.",
             )
 
     @property

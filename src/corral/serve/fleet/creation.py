@@ -26,6 +26,7 @@ from corral.deploy.lifecycle.decision import DeployRequest, sized
 from corral.deploy.lifecycle.watching import Reporter
 from corral.deploy.targets.base import load_target
 from corral.deploy.targets.keys import target_class
+from corral.plan.contract import Plan
 from corral.plan.hardware.inventory import Inventory, NodeSlice
 from corral.serve.fleet.chain import refuse_held_name
 from corral.serve.fleet.record import (
@@ -85,7 +86,7 @@ class FleetOrder:
     keeper_in_jobs: bool = False
 
 
-def preview(request: DeployRequest, size: FleetSize, note: Callable[[str], None]) -> list[LaunchSpec]:
+def preview(request: DeployRequest, size: FleetSize, note: Callable[[str], None]) -> list[tuple[Plan, LaunchSpec]]:
     """What the first members would run; nothing is started or written."""
     shares = place_all(_nodes(request), size.least, size.most)
     name = sized(narrowed(replace(request, share=shares[0])), note)[1].name

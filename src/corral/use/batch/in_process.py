@@ -1,4 +1,4 @@
-"""Rows to the engine inside its own process, without HTTP: with `--offline`, and where a batch starts the model.
+"""Rows to the engine inside its own process, without HTTP: with `--in-process`, and where a batch starts the model.
 
 The server is a deployment like any other; only the way of the rows is another one (`corral.client.row_socket`), so
 ledger, retries, pace and results are the same. The engine must run on the machine of the runner: a deployment here, a
@@ -46,7 +46,7 @@ class InProcessServer:
         error = UsageError(
             f"{self.name} takes no rows in process: its engine does not run on this machine, or an older Corral "
             "started it.",
-            "Leave out --offline, and rows go over HTTP; or start the model here: --start MODEL.",
+            "Leave out --in-process, and rows go over HTTP; or start the model here: --start MODEL.",
         )
         return Absence(error.message.rstrip("."), error.remedy, error)
 
@@ -73,7 +73,7 @@ def http_advice(busy: float, processes: int) -> str:
     if busy < BUSY:
         return ""
     who = "API server was" if processes == 1 else f"{processes} API servers were"
-    return f"the engine's {who} busy {busy:.0%} of the time: --offline hands rows over without HTTP"
+    return f"the engine's {who} busy {busy:.0%} of the time: --in-process hands rows over without HTTP"
 
 
 class FrontEndWatch:

@@ -46,7 +46,7 @@ def served_for(servers: BatchServers, spec: BatchSpec, reporter: Any) -> Iterato
     if servers.in_process and (servers.urls or (servers.start_model and servers.start_model.engine == RAY_DATA)):
         other = "--url" if servers.urls else "--engine ray-data"
         raise UsageError(
-            f"--offline needs an engine that Corral started on this machine, and {other} names another.",
+            f"--in-process needs an engine that Corral started on this machine, and {other} names another.",
             "Leave one of them out.",
         )
     if servers.start_model is None:

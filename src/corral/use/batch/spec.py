@@ -96,7 +96,7 @@ class BatchServers:
     urls: tuple[str, ...] = ()
     key_file: str | None = None
     start_model: ModelToStart | None = None
-    in_process: bool = False  # `--offline`: rows go to the engine without HTTP
+    in_process: bool = False  # `--in-process`: rows go to the engine without HTTP
     jobs: int = 1  # that a scheduler is to run at once
 
 
