@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from corral.client.endpoint import Endpoint
     from corral.client.errors import RequestError
     from corral.client.reply import Piece, Reply, Token
+    from corral.deploy.profile.planning import plan
+    from corral.plan.contract import Plan
     from corral.use.batch.batch import batch
     from corral.use.llm.llm import LLM, AsyncLLM
     from corral.use.llm.session import connect, up
@@ -31,6 +33,7 @@ __all__ = [
     "CorralError",
     "Endpoint",
     "Piece",
+    "Plan",
     "Reply",
     "RequestError",
     "Score",
@@ -41,6 +44,7 @@ __all__ = [
     "__version__",
     "batch",
     "connect",
+    "plan",
     "up",
 ]
 
@@ -50,6 +54,7 @@ _HOMES = {
     "CorralError": "base.errors",
     "Endpoint": "client.endpoint",
     "Piece": "client.reply",
+    "Plan": "plan.contract",
     "Reply": "client.reply",
     "RequestError": "client.errors",
     "Score": "use.score.likelihood",
@@ -59,11 +64,13 @@ _HOMES = {
     "TokenView": "use.llm.token_view",
     "batch": "use.batch.batch",
     "connect": "use.llm.session",
+    "plan": "deploy.profile.planning",
     "up": "use.llm.session",
 }
 
 
 def __getattr__(name: str) -> Any:
+    """A public name; `plan` is a package of this one, too, and calls this when it is called itself."""
     if name not in _HOMES:
         raise AttributeError(f"module 'corral' has no attribute {name!r}")
     return getattr(importlib.import_module(f"corral.{_HOMES[name]}"), name)

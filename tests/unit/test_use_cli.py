@@ -25,7 +25,7 @@ from corral.fake.app import FakeOptions
 from corral.fake.pace import Pace
 from corral.fake.server import FakeServer
 from corral.use.llm.conversation import COMMANDS, Conversation
-from tests.unit.conftest import in_this_process
+from tests.unit.conftest import Corral, in_this_process
 
 COMMAND = [sys.executable, "-m", "corral"]
 
@@ -325,6 +325,33 @@ def test_a_chat_in_a_terminal(tmp_path: Path) -> None:
         assert talk[0]["content"] == "tell me"
         assert talk[1]["content"]
         assert talk[2]["content"] == "and \nthis 🎉"
+
+
+@pytest.mark.parametrize("answer", ["n", "y"])
+def test_a_chat_without_a_server_offers_to_start_one(
+    answer: str, answering: Corral, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    piped = answering("chat")
+    assert (piped.code, piped.out) == (3, "")
+    assert "Start one with `corral up`" in piped.err  # without a terminal nobody is asked
+    for name, value in {**answering.env, "CORRAL_MODEL": str(answering.model)}.items():
+        monkeypatch.setenv(name, value)
+    terminal = Terminal("chat")
+    terminal.until("Start one now, as `corral up` does? [y/N]: ")
+    terminal.type(f"{answer}\n")
+    if answer == "n":
+        terminal.until("Start one with `corral up`")
+        assert terminal.end() == 3
+        return
+    terminal.until("is ready")
+    terminal.until("/help")
+    terminal.until("› ")
+    terminal.type("hello\n")
+    terminal.until("tokens,")
+    terminal.type("\x04")
+    assert terminal.end() == 0
+    (served,) = answering("ps", "--json").json()
+    assert served["state"] == "ready"
 
 
 def test_the_heat_map_in_a_terminal(server: FakeServer) -> None:

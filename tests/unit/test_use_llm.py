@@ -53,8 +53,8 @@ def test_vectors_and_rankings_keep_the_order_of_what_was_asked(llm: LLM) -> None
 
 def test_the_public_surface() -> None:
     assert corral.__all__ == [
-        "LLM", "AsyncLLM", "CorralError", "Endpoint", "Piece", "Reply", "RequestError", "Score", "ScoreOptions",
-        "Scores", "Token", "TokenView", "__version__", "batch", "connect", "up",
+        "LLM", "AsyncLLM", "CorralError", "Endpoint", "Piece", "Plan", "Reply", "RequestError", "Score",
+        "ScoreOptions", "Scores", "Token", "TokenView", "__version__", "batch", "connect", "plan", "up",
     ]  # fmt: skip
     for name in corral.__all__:
         assert getattr(corral, name) is not None

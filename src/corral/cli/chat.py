@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from corral.base.errors import CorralError
+from corral.base.errors import CorralError, NotFoundError
 from corral.base.wording import counted
 from corral.cli.complete import show_views
 from corral.cli.options import deployment_argument, sampling_options, server_options, taken_sampling
 from corral.lab.report.screen import explain_error
 
 if TYPE_CHECKING:
+    from corral.client.endpoint import Endpoint
     from corral.client.reply import Reply
     from corral.use.llm.conversation import Conversation
     from corral.use.llm.llm import LLM
@@ -46,7 +47,7 @@ def command(
     standard input is one message.
     """
     from corral.deploy.lifecycle.deployments import plan_of
-    from corral.serve.resolve import deployment_behind, resolve
+    from corral.serve.resolve import deployment_behind
     from corral.use.llm.conversation import Conversation, check_chat
     from corral.use.llm.llm import LLM
 
@@ -56,7 +57,7 @@ def command(
     if load:
         talk.enter(f"/load {load}")
         talk.system = system or talk.system
-    endpoint = resolve(name, url=given["url"], key_file=given["key_file"], model=given["model"])
+    endpoint = _resolved(name, url=given["url"], key_file=given["key_file"], model=given["model"])
 
     def only_text() -> bool:
         folder = deployment_behind(endpoint)
@@ -70,6 +71,23 @@ def command(
         if sys.stdin.isatty():
             click.echo(click.style(f"{endpoint.model} at {endpoint.root}    /help, Ctrl-D ends", dim=True), err=True)
         _talk(llm, talk, thoughts)
+
+
+def _resolved(name: str | None, **server: str | None) -> Endpoint:
+    """The server that is meant; where there is none, a terminal is offered to start one."""
+    from corral.serve.resolve import resolve
+
+    try:
+        return resolve(name, **server)
+    except NotFoundError as error:
+        if error.details.get("deployments") != [] or not sys.stdin.isatty():
+            raise
+        if not click.confirm("No model is served yet. Start one now, as `corral up` does?", err=True):
+            raise
+    from corral.cli import root
+
+    root.main(["up"], prog_name="corral", standalone_mode=False, obj=("up",))
+    return resolve(name, **server)
 
 
 def _talk(llm: LLM, talk: Conversation, show_thoughts: bool) -> None:

@@ -59,7 +59,13 @@ def _tool_call(text: str) -> tuple[str, str]:
     help="Answer a chat that has tools with this call; repeatable, the next one once the result is there.",
 )  # fmt: skip
 @click.option("--answer", default="", metavar="TEXT", help="Answer everything with this text.")
-@click.option("--thoughts", default=0, metavar="N", help="Send the first N tokens of a chat answer as `reasoning`.")
+@click.option(
+    "--thought-tokens",
+    "thoughts",
+    default=0,
+    metavar="N",
+    help="Send the first N tokens of a chat answer as `reasoning`.",
+)
 @click.option("--no-prefix-cache", is_flag=True, help="No prefix-cache hits.")
 @click.option(
     "--fault", "faults", multiple=True, metavar="KIND[:k=v,…]", help="Something that goes wrong; repeatable."

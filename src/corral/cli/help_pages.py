@@ -75,21 +75,22 @@ class RenamedOption(click.Option):
 
     def add_to_parser(self, parser: Any, ctx: click.Context) -> None:
         super().add_to_parser(parser, ctx)
-        parser._long_opt[self.was] = _OldSpelling(parser._long_opt[self.opts[0]], self.was)
+        parser._long_opt[self.was] = _OldSpelling(parser._long_opt[self.opts[0]], self.was, ctx.resilient_parsing)
 
 
 class _OldSpelling:
     """The parser's part of an option under another name."""
 
-    def __init__(self, option: Any, was: str) -> None:
-        self._option, self._was = option, was
+    def __init__(self, option: Any, was: str, quiet: bool) -> None:
+        self._option, self._was, self._quiet = option, was, quiet  # quiet while a shell completes a command
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._option, name)
 
     def process(self, value: Any, state: Any) -> None:
         new = self._option.obj.opts[0]
-        click.echo(f"corral: {self._was} is now {new}; the next release no longer takes {self._was}", err=True)
+        if not self._quiet:
+            click.echo(f"corral: {self._was} is now {new}; the next release no longer takes {self._was}", err=True)
         self._option.process(value, state)
 
 
@@ -103,7 +104,7 @@ class FormerOption(click.Option):
 
     def process_value(self, ctx: click.Context, value: Any) -> Any:
         result = super().process_value(ctx, value)
-        if result is not None:
+        if result is not None and not ctx.resilient_parsing:
             was, now = self.opts[0], self.argument
             click.echo(f"corral: {was} {now} is now {now} alone; the next release no longer takes {was}", err=True)
         return result

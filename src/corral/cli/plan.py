@@ -2,38 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Mapping
-from dataclasses import replace
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import click
 
-from corral.base.errors import BARELY_FITS, CorralError, DoesNotFitError, UncountedError, UsageError
+from corral.base.errors import BARELY_FITS, DoesNotFitError, UncountedError
 from corral.base.home import home_dir
 from corral.base.record import dump_json, to_json
 from corral.cli.help_pages import RenamedOption
 from corral.cli.options import TokenCount
-from corral.deploy.profile.merging import (
-    PlanRequest,
-    engine_version,
-    hardware_of_plan,
-    plan_request,
-    storage_of,
-    tuning_of_plan,
-)
+from corral.deploy.profile.merging import hardware_of_plan, tuning_of_plan
+from corral.deploy.profile.planning import PlanInput, facts_of, plan_of, question_of, refuse_planned_flags
 from corral.deploy.profile.profile import Profile, load_profile
-from corral.engines.flags import check_arguments, shipped_flags
 from corral.engines.settings import SETTINGS
 from corral.plan import measured as calibration
-from corral.plan.choose import compare, make_plan
+from corral.plan.choose import compare
 from corral.plan.contract import Goal, Plan
-from corral.plan.hardware.inventory import GIB, GPUS, LINKS, Inventory, find_gpu, parse_gpus
-from corral.plan.models.facts import ModelFacts, facts_from_folder, read_facts
+from corral.plan.hardware.inventory import GPUS, LINKS, Inventory, find_gpu, parse_gpus
+from corral.plan.models.facts import ModelFacts, read_facts
 from corral.plan.models.hub import hub_is_off
-from corral.plan.places import Storage, located, pulled
-from corral.plan.settings import parse_assignments, refuse_flags
+from corral.plan.settings import parse_assignments
 
 
 @click.command(
@@ -118,9 +106,9 @@ def command(
     if learned:
         return _show_lessons(as_json)
     profile = load_profile(on)
-    question = _asked(profile, model, given, engine_args)
-    weights_bytes = int((given["weights_gib"] or 0) * GIB)
-    facts = _facts(profile, question.model, offline or hub_is_off(), weights_bytes)
+    said = {**given, "fixed": parse_assignments(given["assignments"])}
+    question = question_of(profile, model, said, engine_args)
+    facts = facts_of(profile, question.model, offline, given["weights_gib"])
     if needing:
         return _show_needs(facts, question.goal, gpus, as_json)
     inventory = hardware_of_plan(profile, gpus, nodes, link)
@@ -130,49 +118,6 @@ def command(
     if given["replicas"]:
         return _show_replicas(question, facts, inventory, profile, form, given["replicas"])
     return _show_plan(question, facts, inventory, profile, form)
-
-
-def _facts(profile: Profile, model: str, offline: bool, weights_bytes: int) -> ModelFacts:
-    """Of the files that a start would serve, where a profile or an earlier pull has them; else as the name says."""
-    storage = Storage(**storage_of(profile))
-    with contextlib.suppress(CorralError):
-        if any(vars(storage).values()) or pulled():
-            source = located(model, storage)
-            if source.path:
-                facts = facts_from_folder(Path(source.path), source.name, weights_bytes)
-                return replace(facts, notes=(*facts.notes, f"the files are in {source.path}"))
-    return read_facts(model, offline, weights_bytes)
-
-
-class _Question(NamedTuple):
-    """What is to be planned."""
-
-    model: str
-    goal: Goal
-    asked: PlanRequest
-
-
-def _asked(profile: Profile, model: str | None, given: Mapping[str, Any], engine_args: tuple[str, ...]) -> _Question:
-    model = profile.settings.defaults.model if model is None else model
-    if model is None:
-        raise UsageError("no model was named.", "For example: corral plan llama-3.1-8b --gpus 1xH100.")
-    said = {name: given[name] for name in ("context", "concurrency", "goal") if given[name] is not None}
-    said |= {"fixed": parse_assignments(given["assignments"]), "extra_args": engine_args}
-    asked = plan_request(profile, said)
-    _check_rest(asked.rest)
-    goal = Goal(
-        **asked.goal,
-        prompt_tokens=given["prompt_tokens"],
-        output_tokens=given["output_tokens"],
-        price_per_gpu_hour=given["price"],
-        storage_gb_s=given["storage"],
-    )
-    return _Question(model, goal, asked)
-
-
-def _check_rest(arguments: tuple[str, ...]) -> None:
-    if arguments and (flags := shipped_flags()):
-        check_arguments(arguments, flags)
 
 
 def _show_lessons(as_json: bool) -> int:
@@ -216,7 +161,7 @@ def _show_table(models: list[str], gpus: str, context: int | None, offline: bool
 
 
 def _show_comparison(
-    question: _Question, facts: ModelFacts, inventory: Inventory, profile: Profile, as_json: bool
+    question: PlanInput, facts: ModelFacts, inventory: Inventory, profile: Profile, as_json: bool
 ) -> int:
     from corral.lab.report.plan import comparison_lines
 
@@ -229,12 +174,8 @@ def _show_comparison(
     return 0 if any(not c.problem for _, c in rows) else DoesNotFitError.exit_code
 
 
-def _show_plan(question: _Question, facts: ModelFacts, inventory: Inventory, profile: Profile, form: str) -> int:
-    tuning = tuning_of_plan(profile, facts, inventory, question.asked.rest)
-    plan = make_plan(facts, inventory, question.goal, question.asked.fixed, tuning)
-    if old := _older_engine(facts, inventory, profile):
-        plan = replace(plan, warnings=(*plan.warnings, old))
-    _refuse_flags(question, plan)
+def _show_plan(question: PlanInput, facts: ModelFacts, inventory: Inventory, profile: Profile, form: str) -> int:
+    plan = plan_of(question, facts, inventory, profile)
     if form == "json":
         click.echo(dump_json(plan), nl=False)
     else:
@@ -242,20 +183,12 @@ def _show_plan(question: _Question, facts: ModelFacts, inventory: Inventory, pro
     return _exit_code(plan)
 
 
-def _older_engine(facts: ModelFacts, inventory: Inventory, profile: Profile) -> str:
-    """That the vLLM which would serve it is too old for the model."""
-    from corral.engines.recipes import older_engine, recipe_for, tables
-
-    recipe = recipe_for([facts.name.rpartition("/")[2]], "", tables()[0])
-    return older_engine(facts.name, recipe, engine_version(profile, inventory))
-
-
 def _exit_code(plan: Plan) -> int:
     return BARELY_FITS if plan.barely else 0 if plan.fits else DoesNotFitError.exit_code
 
 
 def _show_replicas(
-    question: _Question, facts: ModelFacts, inventory: Inventory, profile: Profile, form: str, replicas: int
+    question: PlanInput, facts: ModelFacts, inventory: Inventory, profile: Profile, form: str, replicas: int
 ) -> int:
     """The plan of one server, or of the engine with all replicas, and which of the two it is."""
     from corral.lab.report.plan import replica_lines
@@ -263,7 +196,7 @@ def _show_replicas(
 
     tuning = tuning_of_plan(profile, facts, inventory, question.asked.rest)
     advice = advise(facts, inventory, question.goal, question.asked.fixed, tuning, replicas)
-    _refuse_flags(question, advice.plan)
+    refuse_planned_flags(question, advice.plan)
     if form == "json":
         click.echo(dump_json(advice), nl=False)
     else:
@@ -273,12 +206,7 @@ def _show_replicas(
     return _exit_code(advice.plan)
 
 
-def _refuse_flags(question: _Question, plan: Plan) -> None:
-    if plan.fits:
-        refuse_flags(question.asked.rest, plan.settings, plan.max_model_len)
-
-
-def _print_plan(plan: Plan, question: _Question, profile: Profile, form: str, replicas: int = 1) -> None:
+def _print_plan(plan: Plan, question: PlanInput, profile: Profile, form: str, replicas: int = 1) -> None:
     if form == "reasons":
         from corral.plan.reasons import explain
 

@@ -269,7 +269,9 @@ def _only_deployment(ready: bool) -> str:
     if states := [*states, *(f"{name} (a fleet: {why})" for name, why in unreadable.items())]:
         raise NotFoundError(f"no deployment is ready yet: {', '.join(states)}.", "Wait for it: `corral wait NAME`.")
     raise NotFoundError(
-        "no deployment is ready.", f"Start one with `corral up`, or give --url (or set {URL_VARIABLE})."
+        "no deployment is ready.",
+        f"Start one with `corral up`, or give --url (or set {URL_VARIABLE}).",
+        deployments=[],
     )
 
 

@@ -176,7 +176,7 @@ def _rate_lines(run: Run, columns: int | None) -> list[str]:
             value = statistic(s, slo)
             verdict = "meets" if value <= slo.limit_ms else "misses"
             doubt = "?" if count < needed(slo.percentile) else ""
-            lines += wrapped(f"{verdict} {slo}: {figure(value)}{doubt} ms", columns)
+            lines += wrapped(f"{verdict} {slo}: {figure(value)} ms{doubt}", columns)
     return lines
 
 
