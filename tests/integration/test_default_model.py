@@ -147,7 +147,7 @@ def test_the_shell(corral: Corral, served: LLM, tmp_path: Path) -> None:
     assert len(done.stdout.split()) > 3
     items = tmp_path / "items.jsonl"
     items.write_text('{"id": "1", "text": "The quick brown fox jumps over the lazy dog."}\n')
-    report = corral.json("score", "--input", str(items), "-o", str(tmp_path / "scores.parquet"))
+    report = corral.json("score", str(items), "-o", str(tmp_path / "scores.parquet"))
     assert report["summary"]["rows"] == 1
     assert report["summary"]["perplexity"] < 100
     (line,) = corral.json("top", "smollm2")

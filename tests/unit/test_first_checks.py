@@ -29,8 +29,8 @@ MISSING = (
     ("batch", "row.jsonl", "-o", "out.jsonl", "--start", "smollm2"),
     ("batch", "check", "row.jsonl"),
     ("batch", "rows.jsonl", "-o", "out.jsonl", "--prompt-template", "@row.jsonl", *NOBODY),
-    ("score", "-i", "row.jsonl", "-o", "out.jsonl", *NOBODY),
-    ("score", "-i", "row.jsonl", "-o", "out.jsonl"),
+    ("score", "row.jsonl", "-o", "out.jsonl", *NOBODY),
+    ("score", "row.jsonl", "-o", "out.jsonl"),
     ("bench", "run", "--dataset", "custom", "--dataset-path", "row.jsonl", *NOBODY),
     ("bench", "--dataset", "sharegpt", "--dataset-path", "row.jsonl", *NOBODY),
     ("chat", "--load", "row.jsonl", *NOBODY),
@@ -51,7 +51,7 @@ def test_a_file_that_is_not_there_is_one_answer_everywhere(corral: Command, word
     assert [path.name for path in Path().iterdir()] == ["rows.jsonl"]  # nothing was begun
 
 
-@pytest.mark.parametrize("verb", [("batch", "rows.jsonl"), ("score", "-i", "rows.jsonl")], ids=lambda verb: verb[0])
+@pytest.mark.parametrize("verb", [("batch", "rows.jsonl"), ("score", "rows.jsonl")], ids=lambda verb: verb[0])
 @pytest.mark.parametrize("output", ["nope/out.jsonl", "/nope/out.jsonl", "."])
 def test_an_output_that_cannot_be_is_told_first_and_makes_no_folder(
     corral: Command, verb: tuple[str, ...], output: str

@@ -104,7 +104,8 @@ class FormerOption(click.Option):
 
     def process_value(self, ctx: click.Context, value: Any) -> Any:
         result = super().process_value(ctx, value)
-        if result is not None and not ctx.resilient_parsing:
+        given = ctx.get_parameter_source(str(self.name)) is click.core.ParameterSource.COMMANDLINE
+        if given and not ctx.resilient_parsing:
             was, now = self.opts[0], self.argument
             click.echo(f"corral: {was} {now} is now {now} alone; the next release no longer takes {was}", err=True)
         return result
