@@ -73,7 +73,7 @@ def command(
         _talk(llm, talk, thoughts)
 
 
-def _resolved(name: str | None, **server: str | None) -> Endpoint:
+def _resolved(name: str | None, **server: Any) -> Endpoint:
     """The server that is meant; where there is none, a terminal is offered to start one."""
     from corral.serve.resolve import resolve
 
