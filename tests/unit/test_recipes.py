@@ -14,7 +14,16 @@ import pytest
 from corral.base.errors import DataError, EngineError, NotFoundError, UnreachableError
 from corral.engines import PINNED_VERSION
 from corral.engines.flags import FlagList, check_arguments, shipped_flags
-from corral.engines.recipes import ModelRecipe, applied, read_table, recipe_for, shipped_table, tables, updated_file
+from corral.engines.recipes import (
+    ModelRecipe,
+    applied,
+    newer_engine,
+    read_table,
+    recipe_for,
+    shipped_table,
+    tables,
+    updated_file,
+)
 from tests.unit.conftest import Corral
 
 # by model, as vllm-project/recipes had it in August 2026: parsers of tool calls (None: none) and thoughts, version
@@ -195,6 +204,14 @@ def test_an_engine_that_is_too_old_is_refused_before_anything_is_fetched(corral:
     assert f"needs vLLM 0.17.0 or later, and 0.16.1 would serve it ({TABLE.label})" in " ".join(done.err.split())
     assert "corral engine install cpu" in " ".join(done.err.split())
     assert corral(*words, "--no-recipe").code == 0
+
+
+def test_the_way_to_a_newer_engine_is_one_that_exists() -> None:
+    assert "`corral engine install cuda` installs" in newer_engine("0.20.0", "managed", "cuda")
+    assert "`corral engine install --into conda:NAME`" in newer_engine("0.20.0", "conda", "cuda")
+    assert f"image vllm/vllm-openai-rocm:v{PINNED_VERSION}" in newer_engine("0.20.0", "docker", "rocm")
+    assert "image=vllm/vllm-openai-rocm:v0.99.1" in newer_engine("0.99.1", "docker", "rocm")
+    assert "corral engine install" not in newer_engine("0.99.1", "managed", "cuda")  # it has no lock of that
 
 
 def table(**row: Any) -> bytes:

@@ -35,6 +35,7 @@ from corral.base.record import from_json
 from corral.base.untrusted import parse_json, plain
 from corral.engines import PINNED_VERSION
 from corral.engines.flags import FlagList, flag_name
+from corral.engines.locks import FLAVOURS
 
 MOST_BYTES = 1 << 20
 _MOST_ROWS, _MOST_PATTERNS = 2000, 50
@@ -283,11 +284,14 @@ def refuse_old_engine(model: str, recipe: ModelRecipe, version: str, runtime: st
 
 def newer_engine(least: str, runtime: str, flavour: str) -> str:
     """Where such an engine comes from; Corral itself installs the pinned version only."""
+    image = f"vllm/vllm-openai{'-rocm' if flavour == 'rocm' else ''}:v"
     if _number(least) > _number(PINNED_VERSION):
-        image = f"--runtime docker --runtime-option image=vllm/vllm-openai:v{least}"
-        return f"Use its image ({image}) or an environment of your own that has it (--runtime venv or conda)."
+        words = f"--runtime docker --runtime-option image={image}{least}"
+        return f"Use its image ({words}) or an environment of your own that has it (--runtime venv or conda)."
     if runtime == "conda":
         return "Install it: `corral engine install --into conda:NAME`, and name that environment."
+    if flavour not in FLAVOURS:
+        return f"Use the image {image}{PINNED_VERSION}."
     return f"Leave --runtime out: `corral engine install {flavour}` installs vLLM {PINNED_VERSION}."
 
 
