@@ -276,9 +276,9 @@ def _packed(ids: list[int]) -> bytes:
 
 def _value(raw: msgspec.Raw, most_bytes: int = LONGEST_NUMBER) -> Any:
     """A text, a number or a boolean; something longer is of another kind, and refused by the server."""
-    if len(data := bytes(raw)) > most_bytes:
-        return data
-    return _decode_any(data) if data else None
+    if not raw:
+        return None
+    return _decode_any(raw) if len(raw) <= most_bytes else raw
 
 
 def _count(raw: msgspec.Raw) -> int:

@@ -77,10 +77,10 @@ class Request(NamedTuple):
     def message(self, member: Member, model: str) -> list[bytes | bytearray]:
         """The bytes that are sent to a member, with the header line of its key; `model`: that it is chosen for."""
         kept = forwarded_headers(self.headers, REPLACED) + member.authorization
-        kind = next((value for name, value in self.headers if name == b"content-type"), b"")
         body = self.body
-        if member.named and body and not self.large and not is_form(kind):  # a large body names one model
-            body = with_one_model(body, model)
+        if member.named and body and not self.large:  # a large body names one model
+            kind = next((value for name, value in self.headers if name == b"content-type"), b"")
+            body = body if is_form(kind) else with_one_model(body, model)
         size = len(body)
         length = b"content-length: %d\r\n" % size if size or self.method in _WITH_BODY else b""
         where = (self.method, member.prefix, self.path, member.host)
