@@ -10,7 +10,7 @@ import click
 from corral.cli.batch import HELP, output_options, run_options, run_rows, server_options
 from corral.cli.help_pages import GroupedCommand
 
-_FIXED = {"shape": None, "engine": "http", "offline": False}
+_FIXED = {"shape": None, "engine": "http", "in_process": False}
 
 
 def _file_options(answer: str) -> Callable[[Any], Any]:
