@@ -83,8 +83,8 @@ def test_a_sweep_of_embeddings_as_a_table_and_a_page(bench, server, tmp_path: Pa
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (("run", "--goodput", "ttft=1s"), "ttft cannot be limited: the model embeds"),
-        (("run", "--goodput", "e2el=1s,tpot=1s"), "tpot cannot be limited"),
+        (("run", "--slo", "ttft=1s"), "ttft cannot be limited: the model embeds"),
+        (("run", "--slo", "e2el=1s,tpot=1s"), "tpot cannot be limited"),
         (("run", "--chat"), "--chat is for models that write"),
         (("run", "--dataset", "multi_turn"), "--dataset multi_turn is for models that write"),
         (("search", "--slo", "ttft_p90=1s"), "ttft cannot be limited"),

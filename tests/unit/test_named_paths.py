@@ -92,7 +92,7 @@ def test_paths_are_mounted_into_containers(corral: Corral, tmp_path: Path, runti
         "--tokenizer", "/vllm-workspace/tokenizer",
     )  # fmt: skip
     mount = ("--runtime-option", f"mounts={tmp_path}/mine:/inside")
-    done = corral("up", str(corral.model), "--dry-run", *IMAGES[runtime], *mount, "--", *arguments)
+    done = corral("up", str(corral.model), "--dry-run", "--json", *IMAGES[runtime], *mount, "--", *arguments)
     assert done.code == 0, done.err
     mounts = words_after(tuple(json.loads(done.out)["ranks"][0]["argv"]), "--mount")
     for name in ("t.jinja", "adapter", "draft"):

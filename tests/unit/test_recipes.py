@@ -178,19 +178,28 @@ def rank(corral: Corral, *words: str) -> tuple[list[str], dict[str, str], str]:
 
 
 def test_up_applies_a_recipe_and_says_so(corral: Corral, qwen: str) -> None:
-    argv, env, said = rank(corral, qwen, "--dry-run")
+    argv, env, said = rank(corral, qwen, "--dry-run", "--json")
     assert argv[argv.index("--reasoning-parser") + 1] == "qwen3"
     assert argv[argv.index("--tool-call-parser") + 1] == "qwen3_coder"
     assert env["VLLM_USE_DEEP_GEMM"] == "0"
     variables = "VLLM_USE_DEEP_GEMM=0, VLLM_DEEP_GEMM_WARMUP=skip"
     note = f"its recipe ({TABLE.label}) sets --reasoning-parser qwen3, {variables}; --no-recipe leaves it out"
     assert note in " ".join(said.split())
-    argv, env, said = rank(corral, qwen, "--dry-run", "--no-recipe")
+    argv, env, said = rank(corral, qwen, "--dry-run", "--json", "--no-recipe")
     assert not {"--reasoning-parser", "--tool-call-parser"} & {*argv}
     assert "VLLM_USE_DEEP_GEMM" not in env
     assert "recipe" not in said
     argv, env, said = rank(
-        corral, qwen, "--dry-run", "--no-tools", "--env", "VLLM_USE_DEEP_GEMM=1", "--", "--reasoning-parser", "glm45"
+        corral,
+        qwen,
+        "--dry-run",
+        "--json",
+        "--no-tools",
+        "--env",
+        "VLLM_USE_DEEP_GEMM=1",
+        "--",
+        "--reasoning-parser",
+        "glm45",
     )
     assert [argv[i + 1] for i, word in enumerate(argv) if word == "--reasoning-parser"] == ["glm45"]
     assert "--tool-call-parser" not in argv
@@ -230,14 +239,14 @@ def test_an_updated_table_comes_first_and_a_newer_vllm_is_asked_for(corral: Corr
     done = corral("plan", qwen)
     assert f"needs vLLM 0.99.0 or later, and {PINNED_VERSION} would serve it" in " ".join(done.out.split()), done
     updated_file().write_bytes(table(models=["qwen3.5-397b*"], tool_parser="xlam"))
-    argv, env, _ = rank(corral, qwen, "--dry-run")
+    argv, env, _ = rank(corral, qwen, "--dry-run", "--json")
     assert argv[argv.index("--tool-call-parser") + 1] == "xlam"
     assert argv[argv.index("--reasoning-parser") + 1] == "qwen3"  # what the newer table does not say stays
     assert env["VLLM_USE_DEEP_GEMM"] == "0"
     updated_file().write_bytes(table().replace(b"2027", b"2026").replace(b"01-31", b"01-01"))
     assert [one.date for one in tables()[0]] == [TABLE.date, "2026-01-01"]
     updated_file().write_bytes(b"{")
-    argv, _, said = rank(corral, qwen, "--dry-run")
+    argv, _, said = rank(corral, qwen, "--dry-run", "--json")
     assert argv[argv.index("--tool-call-parser") + 1] == "qwen3_coder"
     assert "warning: newer recipes are not used" in " ".join(said.split())
 
