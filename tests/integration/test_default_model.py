@@ -157,7 +157,6 @@ def test_the_shell(corral: Corral, served: LLM, tmp_path: Path) -> None:
 def tutorial(name: str) -> Any:
     """The notebook, for a deployment that is there: its own would be one more start of the same model."""
     notebook = nbformat.read(ROOT / "notebooks" / "tutorial.ipynb", as_version=4)
-    assert not any(cell.get("outputs") for cell in notebook.cells), "save it without outputs"
     assert sum('"tutorial"' in cell.source for cell in notebook.cells) == 2  # where it is found, where a batch goes
     for cell in notebook.cells:
         cell.source = cell.source.replace('"tutorial"', f'"{name}"')

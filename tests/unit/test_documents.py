@@ -11,6 +11,7 @@ from pathlib import Path
 import click
 import pytest
 
+import corral
 from corral.base import errors
 from corral.cli import VERBS
 from tests.conftest import ROOT
@@ -106,9 +107,11 @@ def test_links_between_pages_lead_somewhere() -> None:
                 assert (page.parent / link).exists(), f"{page.name} links to {link}"
 
 
-def test_the_tutorial_needs_no_shell() -> None:
+def test_the_tutorial_needs_no_shell_and_only_what_is_public() -> None:
     cells = json.loads((ROOT / "notebooks" / "tutorial.ipynb").read_text())["cells"]
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    assert not [text for text in code if re.search(r"(import|from) corral\.", text)]
+    assert {name for text in code for name in re.findall(r"\bcorral\.(\w+)", text)} <= {*corral.__all__}
     assert not [text for text in code if re.search(r"subprocess|os\.system|^[!%]", text, re.MULTILINE)]
     assert any("corral.batch(" in text for text in code)
     assert code[-1] == "llm.down()"

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import corral
 from corral.base.errors import DoesNotFitError, UsageError
 from corral.cli import main
 from corral.deploy.lifecycle import rendering
@@ -351,7 +352,7 @@ def test_a_table_of_any_models(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_notebook_shows_the_tables() -> None:
     """The cell runs as it stands, without pandas and without a server."""
     notebook = json.loads((ROOT / "notebooks" / "tutorial.ipynb").read_text())
-    (cell,) = [cell for cell in notebook["cells"] if "memory_table(" in "".join(cell["source"])]
+    (cell,) = [cell for cell in notebook["cells"] if '"KV heads"' in "".join(cell["source"])]
     shown: list[dict[str, dict[str, object]]] = []
 
     class Frame:
@@ -360,7 +361,7 @@ def test_the_notebook_shows_the_tables() -> None:
         def __init__(self, columns: dict[str, dict[str, object]]) -> None:
             shown.append(columns)
 
-    exec("".join(cell["source"]), {"read_facts": read_facts, "pd": types.SimpleNamespace(DataFrame=Frame)})
+    exec("".join(cell["source"]), {"corral": corral, "pd": types.SimpleNamespace(DataFrame=Frame)})
     table = shown[0]
     assert table["llama-3.1-405b"]["KV cache, GiB"] == 61.52
     assert table["llama-3.1-405b-first-upload"]["KV cache, GiB"] == 123.05

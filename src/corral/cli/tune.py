@@ -87,7 +87,7 @@ def command() -> None:
 @click.option("--output-len", type=click.IntRange(min=1), help="Output tokens (without --workload; default: 128).")
 @click.option("--chat", is_flag=True, help="Use the chat endpoint.")
 @click.option(
-    "--concurrency", type=click.IntRange(min=1), help="Requests at once (default: as many as the plan has seats for)."
+    "--concurrency", type=click.IntRange(min=1), help="Requests at once (default: as many as the plan runs at once)."
 )
 @click.option("--request-rate", "rate", type=click.FloatRange(min=0, min_open=True), metavar="PER_S",
               help="For --objective latency: requests per second.")  # fmt: skip

@@ -67,7 +67,7 @@ def read_header(path: Path) -> Mapping[str, Any]:
     needed = 8 + length + _end_of_data(header, str(path))
     if needed > size:
         raise DataError(
-            f"{path} is cut off: its header promises {needed:,} bytes, and it has {size:,}.", "Download it again."
+            f"{path} is cut off: its header says {needed:,} bytes, and it has {size:,}.", "Download it again."
         )
     return header
 
