@@ -114,6 +114,9 @@ def test_the_tutorial_needs_no_shell_and_only_what_is_public() -> None:
     assert {name for text in code for name in re.findall(r"\bcorral\.(\w+)", text)} <= {*corral.__all__}
     assert not [text for text in code if re.search(r"subprocess|os\.system|^[!%]", text, re.MULTILINE)]
     assert any("corral.batch(" in text for text in code)
+    planning = [cell for cell in cells if "corral.plan(" in "".join(cell["source"])]
+    assert all(cell["outputs"] for cell in planning), "stored as they were run"
+    assert any("image/png" in output.get("data", {}) for cell in cells for output in cell.get("outputs", ()))
     assert code[-1] == "llm.down()"
 
 
