@@ -37,6 +37,7 @@ __all__ = ["CHAT", "COMPLETIONS", "Choice", "Client", "Page", "Piece", "Reply", 
 T = TypeVar("T")
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
+JSON = "application/json"
 _now = time.monotonic_ns
 _encode = msgspec.json.Encoder().encode
 
@@ -142,12 +143,12 @@ class Client:
             self._pool().abandon(exchange)
             raise
 
-    def post(self, path: str, body: Mapping[str, Any] | bytes) -> asyncio.Future[Page]:
+    def post(self, path: str, body: Mapping[str, Any] | bytes, content_type: str = JSON) -> asyncio.Future[Page]:
         """Send a body (none: GET) to a path whose answer is no completion; every status but 200 is an error."""
         answer: asyncio.Future[Page] = asyncio.get_running_loop().create_future()
         page: asyncio.Future[Page] = asyncio.get_running_loop().create_future()
         raw = self._body(body)
-        exchange = Exchange(self._head(path, "POST" if raw else "GET", raw), raw, page, _now())
+        exchange = Exchange(self._head(path, "POST" if raw else "GET", raw, kind=content_type), raw, page, _now())
         exchange.page = True
         self._limit(exchange, None)
         page.add_done_callback(lambda done: self._pass_on(done, answer))
@@ -238,8 +239,8 @@ class Client:
             return body
         return _encode(body if "model" in body else {"model": self.endpoint.model, **body})
 
-    def _head(self, path: str, method: str, body: bytes, request_id: str = "") -> bytes:
-        name = f"{method} {path}"
+    def _head(self, path: str, method: str, body: bytes, request_id: str = "", kind: str = JSON) -> bytes:
+        name = f"{method} {path} {kind}"
         head = self._heads.get(name)
         if head is None:
             parts = urlsplit(self.endpoint.root)
@@ -247,7 +248,7 @@ class Client:
             key = self.endpoint.key()
             if key:
                 lines.append(f"authorization: Bearer {key}")
-            lines += ["user-agent: corral", "content-type: application/json", "content-length: "]
+            lines += ["user-agent: corral", f"content-type: {kind}", "content-length: "]
             head = self._heads[name] = "\r\n".join(lines).encode()
         if request_id:
             return b"%b%d\r\nx-request-id: %b\r\n\r\n" % (head, len(body), request_id.encode())

@@ -15,9 +15,10 @@ from corral.client.errors import MalformedReplyError
 from corral.client.pool import Page
 
 EMBEDDINGS, RERANK, SCORE, RESPONSES = "/v1/embeddings", "/v1/rerank", "/v1/score", "/v1/responses"
-CLASSIFY = "/classify"
+CLASSIFY, TRANSCRIPTIONS = "/classify", "/v1/audio/transcriptions"
 NEEDED: dict[str, tuple[str, ...]] = {  # the fields that a request to each path must have
-    EMBEDDINGS: ("input",), RERANK: ("query", "documents"), SCORE: (), RESPONSES: ("input",)
+    EMBEDDINGS: ("input",), RERANK: ("query", "documents"), SCORE: (), RESPONSES: ("input",),
+    TRANSCRIPTIONS: ("file",),
 }  # fmt: skip
 
 
@@ -56,6 +57,14 @@ def ranking(page: Page, documents: Sequence[str]) -> list[RankedDocument]:
     return sorted(found, key=lambda one: -one.score)
 
 
+def text_of(page: Page) -> str:
+    """What was said in a recording."""
+    text = _object(page).get("text")
+    if not isinstance(text, str):
+        raise _malformed(page)
+    return text
+
+
 def prompt_tokens(page: Page) -> int | None:
     """What the server read, where it says so."""
     usage = _object(page).get("usage")
@@ -88,4 +97,4 @@ def _object(page: Page) -> Mapping[str, Any]:
 
 def _malformed(page: Page) -> MalformedReplyError:
     shown = page.body[:100].decode("utf-8", "replace")
-    return MalformedReplyError(f"the server's answer is no list of vectors or scores: {shown}", "Is it vLLM?")
+    return MalformedReplyError(f"the server's answer is not what was asked for: {shown}", "Is it vLLM?")

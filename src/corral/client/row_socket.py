@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
-from corral.client.client import Client
+from corral.client.client import JSON, Client
 from corral.client.endpoint import Endpoint
 from corral.client.errors import RequestError, ServerGoneError, TimedOutError, error_from_status
 from corral.client.pool import Page
@@ -93,7 +93,9 @@ class RowSocketClient(Client):
         self._give(exchange)
         return future
 
-    def post(self, path: str, body: Mapping[str, Any] | bytes) -> asyncio.Future[Page]:
+    def post(self, path: str, body: Mapping[str, Any] | bytes, content_type: str = JSON) -> asyncio.Future[Page]:
+        if content_type != JSON:
+            return super().post(path, body, content_type)
         future: asyncio.Future[Page] = asyncio.get_running_loop().create_future()
         exchange = self._exchange(path, body, future)
         exchange.page = True

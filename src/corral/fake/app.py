@@ -107,6 +107,7 @@ class App:
             b"/v1/score": self._score,
             b"/score": self._score,
             b"/classify": self._classify,
+            b"/v1/audio/transcriptions": self._transcribe,
             b"/tokenizer_info": lambda to, _: self._json(to, {"bos_token": words.FIRST, "eos_token": None}),
         }
 
@@ -124,7 +125,9 @@ class App:
                 self._expect(method, b"POST")
                 self._complete(to, path == b"/v1/chat/completions", request, arrival)
             elif path in self._pages:
-                posted = path.endswith((b"tokenize", b"embeddings", b"rerank", b"score", b"classify"))
+                posted = path.endswith(
+                    (b"tokenize", b"embeddings", b"rerank", b"score", b"classify", b"transcriptions")
+                )
                 self._expect(method, b"POST" if posted else b"GET")
                 self._pages[path](to, body)
             elif path.startswith(b"/control/") and self.options.control:
@@ -357,6 +360,19 @@ class App:
             for i, one in enumerate(halves)
         ]
         self._pooled(to, texts, object="list", data=data)
+
+    def _transcribe(self, to: FakeConnection, raw: bytes) -> None:
+        fields = {}
+        for part in raw.split(raw.partition(b"\r\n")[0])[1:-1]:
+            head, _, content = part[2:-2].partition(b"\r\n\r\n")
+            if name := re.search(rb'name="([^"]*)"', head):
+                fields[name[1].decode()] = content
+        if not fields.get("file"):
+            raise FakeRefusedError(400, "1 validation error:\n  file: field required", "Bad Request", "body.file")
+        self._check_model({"model": fields.get("model", b"").decode("utf-8", "replace")})
+        self.requests += 1
+        text = f"{len(fields['file'])} bytes {zlib.crc32(fields['file']):08x} {fields.get('language', b'').decode()}"
+        self._json(to, {"text": text.strip(), "usage": {"type": "duration", "seconds": 1}})
 
     def _control(self, to: FakeConnection, method: bytes, path: bytes, raw: bytes) -> None:
         what = unquote(path.decode("latin-1")).removeprefix("/control/")

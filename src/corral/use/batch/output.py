@@ -22,11 +22,21 @@ import msgspec
 
 from corral.base.errors import CorralError, DataError, UsageError
 from corral.base.files import create_private
+from corral.client.audio import FORM, audio_form, audio_path
 from corral.client.client import CHAT, COMPLETIONS
 from corral.client.errors import error_body
 from corral.client.images import with_images
 from corral.client.pool import Page
-from corral.client.pooling import EMBEDDINGS, RERANK, checked_body, prompt_tokens, ranking, vectors
+from corral.client.pooling import (
+    EMBEDDINGS,
+    RERANK,
+    TRANSCRIPTIONS,
+    checked_body,
+    prompt_tokens,
+    ranking,
+    text_of,
+    vectors,
+)
 from corral.client.reply import Reply
 from corral.use.batch.core.folder import COMPRESSIONS, BatchFolder, sync_dir
 from corral.use.batch.core.ledger import Ledger
@@ -82,10 +92,20 @@ class BatchWork:
 
     def first_step(self, number: int, raw: bytes) -> RowStep:
         parsed = self._recipe.read(raw, self._table.lines[number], self._models)
+        if parsed.path == TRANSCRIPTIONS:
+            return RowStep([self._form(parsed.body)], parsed)
         page = parsed.path not in (CHAT, COMPLETIONS)
         # rows of the service come from others, and must not read files of this machine
         body, size = (parsed.body, 0) if self._as_service else with_images(parsed.body, self._folder)
         return RowStep([RowRequest(parsed.path, body, size, page)], parsed)
+
+    def _form(self, body: dict[str, Any]) -> RowRequest:
+        """The upload of a recording."""
+        if self._as_service:
+            raise DataError("recordings are files, and rows of the batch service read none.", "Use `corral batch`.")
+        model = {"model": self._models[0]} if self._models else {}
+        form = audio_form({**model, **body}, audio_path(body, self._folder))
+        return RowRequest(TRANSCRIPTIONS, form, len(form), page=True, content_type=FORM)
 
     def result(self, number: int, context: Any, replies: Sequence[Reply | Page]) -> bytes:
         reply = replies[0]
@@ -105,6 +125,8 @@ class BatchWork:
         elif context.path == RERANK:
             found_rows = ranking(page, context.body["documents"])
             row[self._answer] = [{"index": one.index, "score": one.score} for one in found_rows]
+        elif context.path == TRANSCRIPTIONS:
+            row[self._answer] = text_of(page)
         else:
             row[self._answer] = page.json()
         row["prompt_tokens"] = prompt_tokens(page)

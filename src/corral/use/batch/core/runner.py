@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from corral.base.errors import CorralError, DataError, EngineError, UnreachableError
+from corral.client.client import JSON
 from corral.client.endpoint import ModelServer
 from corral.client.errors import RequestError
 from corral.client.fanout import backoff_s
@@ -40,6 +41,7 @@ class RowRequest(NamedTuple):
     body: Mapping[str, Any] | bytes  # b"" with `page`: GET
     weight: int = 0  # what it takes of `RunnerSettings.most_weight`
     page: bool = False  # the answer is no completion (`/tokenize`)
+    content_type: str = JSON
 
 
 class RowStep(NamedTuple):
@@ -270,8 +272,11 @@ class Runner:
         assert lane.client is not None
         request = flight.step.requests[part]
         try:
-            send = lane.client.post if request.page else lane.client.send
-            future: asyncio.Future[Any] = send(request.path, request.body)
+            future: asyncio.Future[Any]
+            if request.page:
+                future = lane.client.post(request.path, request.body, request.content_type)
+            else:
+                future = lane.client.send(request.path, request.body)
         except CorralError as error:  # the key file is gone
             self._fail(error)
             return

@@ -26,10 +26,12 @@ from typing import IO, Any, Generic, NamedTuple, Protocol, Self, TypeVar
 import msgspec
 
 from corral.base.errors import CorralError, DataError
+from corral.client.audio import audio_path, check_audio
 from corral.client.client import Client
 from corral.client.client import run as run_loop
 from corral.client.endpoint import Endpoint, ModelServer
 from corral.client.images import check_images
+from corral.client.pooling import TRANSCRIPTIONS
 from corral.client.sampling import ANSWER_TOKENS
 from corral.use.batch.core.folder import BatchFolder
 from corral.use.batch.core.table import BAD, RowReader, Table, hash64
@@ -165,11 +167,15 @@ def new_name(path: Path) -> Path:
     return path.with_name(path.name + ".new")
 
 
-def _check_images(parsed: Parsed, source: InputSource) -> None:
+def _check_files(parsed: Parsed, source: InputSource) -> None:
+    folder, what = source.path.absolute().parent if source.path else None, "picture"
     try:
-        check_images(parsed.body, source.path.absolute().parent if source.path else None)
+        if parsed.path == TRANSCRIPTIONS:
+            what = "recording"
+            check_audio(audio_path(parsed.body, folder))
+        check_images(parsed.body, folder)
     except DataError as error:
-        raise DataError(f"has a picture that cannot be sent: {error.message.removesuffix('.')}") from None
+        raise DataError(f"has a {what} that cannot be sent: {error.message.removesuffix('.')}") from None
 
 
 def _parsed(
@@ -183,7 +189,7 @@ def _parsed(
         if added is not None and recipe.kind != OPENAI and added in parsed.row:
             raise DataError(f"has a column {added!r}, which the output adds (--answer-column)")
         if source is not None:
-            _check_images(parsed, source)
+            _check_files(parsed, source)
     except DataError as error:
         return None, error.message, recipe.loose_id(item.raw)
     return parsed, "", parsed.id

@@ -19,7 +19,7 @@ import msgspec
 from corral.base.errors import DataError, UsageError
 from corral.base.record import nearest
 from corral.client.client import CHAT, COMPLETIONS
-from corral.client.pooling import EMBEDDINGS, NEEDED, RERANK, SCORE, embed_body
+from corral.client.pooling import EMBEDDINGS, NEEDED, RERANK, SCORE, TRANSCRIPTIONS, embed_body
 from corral.client.sampling import FIELDS, body_fields, check_fields, misspelt, parse_cell, with_length
 from corral.use.batch.input.rows import decode_row
 
@@ -147,6 +147,11 @@ class Recipe:
         pairs = ({"queries", "documents"}, {"queries", "items"}, {"text_1", "text_2"}, {"data_1", "data_2"})
         if path == SCORE and not any(pair <= body.keys() for pair in pairs):
             lacks = ["queries", "documents"]
+        if path == TRANSCRIPTIONS and not lacks:
+            if not isinstance(body["file"], str):
+                raise DataError("has a 'file' that is not the path of a recording")
+            if (form := body.get("response_format", "json")) not in ("json", "verbose_json"):
+                raise DataError(f"asks for the response_format {form!r}; in a batch it is json or verbose_json")
         if lacks:
             raise DataError(f"lacks {' and '.join(map(repr, lacks))} in its body")
         if body.get("stream"):
