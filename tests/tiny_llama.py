@@ -46,7 +46,7 @@ def make_tiny_llama(folder: Path, context: int = 2048, dtype: str = "bfloat16", 
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 256, "eos_token_id": 257}))
     _write_tokenizer(folder)
-    _write_weights(folder / "model.safetensors", dtype)
+    write_weights(folder / "model.safetensors", _shapes(), dtype)
     return folder
 
 
@@ -72,12 +72,13 @@ def _shapes() -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _write_weights(path: Path, dtype: str) -> None:
+def write_weights(path: Path, shapes: dict[str, tuple[int, ...]], dtype: str) -> None:
+    """Random weights; those of norms are 1."""
     source = random.Random(7)
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     pieces: list[bytes] = []
     offset = 0
-    for name, shape in _shapes().items():
+    for name, shape in shapes.items():
         count = math.prod(shape)
         norm = "norm" in name
         spread = 1.0 if "embed" in name else 2.5 / math.sqrt(shape[-1])
