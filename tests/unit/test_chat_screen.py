@@ -9,12 +9,19 @@ import re
 import struct
 import termios
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from corral.base.errors import DataError
+from corral.base.files import write_atomic
+from corral.base.processes import own_identity
+from corral.base.record import dump_json
+from corral.client.endpoint import Endpoint
 from corral.client.images import MOST_BYTES, check_image, read_image
+from corral.deploy.deployment.folder import DeploymentFolder
+from corral.deploy.lifecycle.deployments import Record
 from corral.fake.app import FakeOptions
 from corral.fake.server import FakeServer
 from corral.lab.report.markdown import MarkdownStream
@@ -196,6 +203,31 @@ def test_what_is_no_picture_is_refused(tmp_path: Path) -> None:
             read(path)
     with pytest.raises(DataError, match="is not a file"):
         read_image(Path("/dev/zero"))
+
+
+def test_a_deployment_that_reads_only_text_refuses_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    picture = tmp_path / "one.png"
+    picture.write_bytes(PNG)
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128,
+             "vocab_size": 100, "max_position_embeddings": 128}  # fmt: skip
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **sizes}
+    plan = SimpleNamespace(model=facts_from_config(config, "m", "m", "folder"))
+    monkeypatch.setattr("corral.deploy.lifecycle.deployments.plan_of", lambda _: plan)
+    with FakeServer() as server:
+        write_served(server.url)
+        refused = corral(server, "chat", "--image", str(picture), given="")
+        told = corral(server, "chat", "--max-tokens", "3", given=f"/image {picture}\nhello\n")
+    assert (refused.returncode, "reads text only" in refused.stderr) == (2, True)
+    assert "reads text only" in told.stderr
+    assert told.stdout.strip()
+
+
+def write_served(url: str) -> None:
+    """A deployment of this home that answers there."""
+    folder = DeploymentFolder.of("served")
+    folder.create()
+    write_atomic(folder.record, dump_json(Record("served", "id", "fake", "fake", "local", 0.0, own_identity())))
+    write_atomic(folder.endpoint, dump_json(Endpoint(f"{url}/v1", "fake", None)))
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,8 +47,6 @@ def command(
     /help lists the commands; Ctrl-C stops an answer, Ctrl-D ends the conversation. Without a terminal, every line of
     standard input is one message.
     """
-    from corral.deploy.lifecycle.deployments import plan_of
-    from corral.serve.resolve import deployment_behind
     from corral.use.llm.conversation import Conversation, check_chat
     from corral.use.llm.llm import LLM
 
@@ -58,16 +57,10 @@ def command(
         talk.enter(f"/load {load}")
         talk.system = system or talk.system
     endpoint = _resolved(name, url=given["url"], key_file=given["key_file"], model=given["model"])
-
-    def only_text() -> bool:
-        folder = deployment_behind(endpoint)
-        plan = plan_of(folder) if folder else None
-        return plan is not None and plan.model.only_text
-
-    talk.only_text = only_text
-    for image in images:
-        talk.add_image(image)
     with LLM(endpoint) as llm:
+        talk.only_text = partial(_reads_only_text, llm)
+        for image in images:
+            talk.add_image(image)
         if sys.stdin.isatty():
             click.echo(click.style(f"{endpoint.model} at {endpoint.root}    /help, Ctrl-D ends", dim=True), err=True)
         _talk(llm, talk, thoughts)
@@ -88,6 +81,16 @@ def _resolved(name: str | None, **server: Any) -> Endpoint:
 
     root.main(["up"], prog_name="corral", standalone_mode=False, obj=("up",))
     return resolve(name, **server)
+
+
+def _reads_only_text(llm: LLM) -> bool:
+    """Whether the plan of the deployment says so; of other servers and of fleets nothing is known."""
+    from corral.deploy.lifecycle.deployments import plan_of
+    from corral.lab.bench.fingerprint import find_folder
+
+    folder = find_folder(llm.aio.client)
+    plan = plan_of(folder) if folder else None
+    return plan is not None and plan.model.only_text
 
 
 def _talk(llm: LLM, talk: Conversation, show_thoughts: bool) -> None:

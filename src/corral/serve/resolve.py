@@ -26,7 +26,7 @@ from corral.base.wording import duration
 from corral.client.client import Client
 from corral.client.endpoint import Absence, Endpoint, FixedServer, HeldKeyEndpoint, ModelServer
 from corral.client.errors import MalformedReplyError, error_from_status
-from corral.deploy.deployment.folder import DeploymentFolder, all_folders, open_folder
+from corral.deploy.deployment.folder import DeploymentFolder, open_folder
 from corral.deploy.deployment.state import ENDED, Reason, State
 from corral.deploy.lifecycle import deployments
 from corral.deploy.lifecycle.deployments import Status
@@ -114,20 +114,6 @@ def _addresses(
 
 def _endpoint(url: str, model: str, key_file: str | None, key: str | None) -> Endpoint:
     return HeldKeyEndpoint(url, model, key) if key_file is None else Endpoint(url, model, key_file)
-
-
-def deployment_behind(endpoint: Endpoint) -> DeploymentFolder | None:
-    """The deployment of this home that answers there, of a fleet one member; None for other servers."""
-    for folder in all_folders():
-        with contextlib.suppress(CorralError):
-            known = deployments.endpoint_of(folder, State.READY)
-            if known and known.root == endpoint.root and deployments.status(folder).state is State.READY:
-                return folder
-    for fleet in read_fleets()[0]:
-        with contextlib.suppress(CorralError):
-            if fleet_endpoint(FleetFolder.of(fleet.name)).root == endpoint.root:
-                return next((DeploymentFolder.of(name) for name in fleet.serving() if _is_ready(name)), None)
-    return None
 
 
 # Deployments and fleets
