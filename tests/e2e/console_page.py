@@ -64,7 +64,7 @@ def watched_page(browser: Any, console: Console, width: int = 1000, scheme: str 
     shown.on("request", lambda one: foreign.append(one.url) if not one.url.startswith(console.url) else None)
     console.open(shown)
     yield shown
-    assert complaints == []
+    assert complaints == [], complaints
     assert [url for url in foreign if not url.startswith("data:")] == []
     context.close()
 

@@ -196,6 +196,7 @@ def test_a_host_that_does_not_answer_holds_up_no_other(monkeypatch: pytest.Monke
         rows = await looks.read()
         assert rows["d:quick"]["state"] == "starting"
         assert rows["d:slow"]["text"] == "…"
+        assert rows["d:slow"]["phases"] == []  # the page draws it with no more than this
         release.set()
 
     asyncio.run(go())

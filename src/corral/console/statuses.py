@@ -226,7 +226,9 @@ class DeploymentRows:
         """Begin to read a row again where that is due."""
         now, seen = self._clock(), table.get(key)
         if seen is None:
-            seen = table[key] = _Seen((), -1e9, {"key": key, "name": folder.name, "state": "unknown", "text": "…"})
+            kind = "fleet" if isinstance(folder, FleetFolder) else "deployment"
+            row = {"key": key, "kind": kind, "name": folder.name, "state": "unknown", "text": "…", "ended": False}
+            seen = table[key] = _Seen((), -1e9, {**row, "phases": [], "nodes": [], "members": [], "ranks": 1})
         if seen.task is not None and not seen.task.done():
             return None
         patience_s = ENDED_S if seen.row.get("ended") else LIVING_S
