@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -55,17 +56,12 @@ def test_the_fields_of_any_object_are_found(
 
 @given(st.binary(max_size=40) | st.text(st.sampled_from('{}[]",:\\ amodel1'), max_size=40).map(str.encode))
 def test_a_model_that_a_parser_would_find_is_the_one_that_is_found(body: bytes) -> None:
-    try:
+    with contextlib.suppress(ValueError, RecursionError):  # the server refuses it, or it is refused here
         theirs = json.loads(body)
-    except (ValueError, RecursionError):
-        return  # the server refuses it
-    try:
         found, _ = read(body).fields(1 << 20)
-    except BadBodyError:
-        return
-    assert isinstance(theirs, dict)
-    assert found.keys() == theirs.keys()
-    assert json.loads(bytes(found["model"])) == theirs["model"] if "model" in theirs else "model" not in found
+        assert isinstance(theirs, dict)
+        assert found.keys() == theirs.keys()
+        assert json.loads(bytes(found.get("model", b"null"))) == theirs.get("model")
 
 
 @pytest.mark.parametrize(

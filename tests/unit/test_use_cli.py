@@ -26,6 +26,7 @@ from corral.fake.pace import Pace
 from corral.fake.server import FakeServer
 from corral.use.llm.conversation import COMMANDS, Conversation
 from tests.unit.conftest import Corral, in_this_process
+from tests.until import until
 
 COMMAND = [sys.executable, "-m", "corral"]
 
@@ -292,7 +293,7 @@ class Terminal:
                     raise
 
     def end(self) -> int:
-        _, status = os.waitpid(self.pid, 0)
+        _, status = until(lambda: ended if (ended := os.waitpid(self.pid, os.WNOHANG))[0] else None, "its end")
         os.close(self.fd)
         return os.waitstatus_to_exitcode(status)
 
@@ -327,31 +328,37 @@ def test_a_chat_in_a_terminal(tmp_path: Path) -> None:
         assert talk[2]["content"] == "and \nthis 🎉"
 
 
-@pytest.mark.parametrize("answer", ["n", "y"])
-def test_a_chat_without_a_server_offers_to_start_one(
-    answer: str, answering: Corral, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    piped = answering("chat")
-    assert (piped.code, piped.out) == (3, "")
-    assert "Start one with `corral up`" in piped.err  # without a terminal nobody is asked
+@pytest.fixture
+def offered(answering: Corral, monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    """A chat without a server, which asks whether to start one."""
     for name, value in {**answering.env, "CORRAL_MODEL": str(answering.model)}.items():
         monkeypatch.setenv(name, value)
     terminal = Terminal("chat")
     terminal.until("Start one now, as `corral up` does? [y/N]: ")
-    terminal.type(f"{answer}\n")
-    if answer == "n":
-        terminal.until("Start one with `corral up`")
-        assert terminal.end() == 3
-        return
-    terminal.until("is ready")
-    terminal.until("/help")
-    terminal.until("› ")
-    terminal.type("hello\n")
-    terminal.until("tokens,")
-    terminal.type("\x04")
-    assert terminal.end() == 0
+    return terminal
+
+
+def test_a_chat_without_a_server_offers_to_start_one(answering: Corral, offered: Terminal) -> None:
+    offered.type("y\n")
+    offered.until("is ready")
+    offered.until("/help")
+    offered.until("› ")
+    offered.type("hello\n")
+    offered.until("tokens,")
+    offered.until("› ")
+    offered.type("\x04")
+    assert offered.end() == 0
     (served,) = answering("ps", "--json").json()
     assert served["state"] == "ready"
+
+
+def test_an_offer_may_be_declined_and_is_made_to_people_only(answering: Corral, offered: Terminal) -> None:
+    offered.type("n\n")
+    offered.until("Start one with `corral up`")
+    assert offered.end() == 3
+    piped = answering("chat")
+    assert (piped.code, piped.out) == (3, "")
+    assert "Start one with `corral up`" in piped.err
 
 
 def test_the_heat_map_in_a_terminal(server: FakeServer) -> None:

@@ -170,7 +170,7 @@ def test_importing_an_engine_is_shown(corral: Command, monkeypatch: pytest.Monke
     [
         (("delete",), "`corral down --purge` or `corral models remove`"),
         (("install",), "`corral engine install`"),
-        (("models", "nope"), "there is no verb `corral models nope`. Known: remove."),
+        (("models", "nope"), "there is no verb `corral models nope`. Known: remove, update."),
         (("profile", "chek"), "there is no verb `corral profile chek`. Known: check"),
     ],
 )
