@@ -14,15 +14,15 @@ from playwright.sync_api import expect, sync_playwright
 from tests.integration.conftest import Corral
 from tests.skips import NO_BROWSER
 
-START_MS = 600_000
+START_MS, ANSWER_MS = 600_000, 120_000
 PROFILE = "[defaults]\nset = {eager = true}\n"  # nothing is compiled
 
 
 def answered(page: Any) -> Any:
     """The tokens of the answer that is shown, once it is whole."""
-    expect(page.locator(".answered p", has_text="ended by")).to_have_count(1, timeout=START_MS)
+    expect(page.locator(".answered p", has_text="ended by")).to_have_count(1, timeout=ANSWER_MS)
     tokens = page.locator(".answer .token[role=button]")
-    expect(tokens.nth(5)).to_be_visible(timeout=START_MS)
+    expect(tokens.nth(5)).to_be_visible(timeout=ANSWER_MS)
     return tokens
 
 
@@ -66,6 +66,7 @@ def started_from_the_form(page: Any, model: Path) -> None:
 def branched_in_the_playground(page: Any) -> None:
     page.goto(page.url.partition("#")[0] + "#/play")
     page.get_by_label("Kind of request").select_option("completion")
+    page.get_by_label("Probabilities").select_option("5")
     page.get_by_text("Settings", exact=True).click()
     page.get_by_label("max_tokens").fill("12")
     page.get_by_label("temperature").fill("0")
