@@ -12,6 +12,7 @@ from corral.deploy.lifecycle.rendering import dry_run
 from corral.deploy.profile.merging import merged
 from corral.deploy.profile.profile import load_profile
 from tests.unit.conftest import Corral
+from tests.until import free_port
 
 
 def test_a_profile_is_enough_to_bring_a_model_up(corral: Corral, clean_home: Path, tmp_path: Path) -> None:
@@ -22,7 +23,8 @@ def test_a_profile_is_enough_to_bring_a_model_up(corral: Corral, clean_home: Pat
     project.parent.mkdir(parents=True)
     project.write_text(f'[defaults]\nmodel = "{corral.model.name}"\n[engine]\nenv = {{ SAID_BY = "project" }}\n')
     done = subprocess.run(
-        [sys.executable, "-m", "corral", "up", "--on", "box", "--name", "boxed", "--no-wait"],
+        [sys.executable, "-m", "corral", "up", "--on", "box", "--name", "boxed", "--no-wait",
+         "--port", str(free_port())],
         cwd=tmp_path, env=dict(os.environ), capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

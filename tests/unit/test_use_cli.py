@@ -261,7 +261,8 @@ class Terminal:
     def __init__(self, *arguments: str) -> None:
         self.pid, self.fd = pty.fork()
         if not self.pid:
-            os.execve(sys.executable, [*COMMAND, *arguments], {**os.environ, "TERM": "xterm-256color"})
+            env = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+            os.execve(sys.executable, [*COMMAND, *arguments], {**env, "TERM": "xterm-256color"})
         self.seen = ""
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
 
