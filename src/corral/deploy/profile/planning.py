@@ -122,4 +122,6 @@ def _older_engine(facts: ModelFacts, inventory: Inventory, profile: Profile) -> 
     from corral.engines.recipes import older_engine, recipe_for, tables
 
     recipe = recipe_for([facts.name.rpartition("/")[2]], "", tables()[0])
+    if not recipe.least_vllm:  # the version, which is looked up in the environment, does not matter
+        return ""
     return older_engine(facts.name, recipe, engine_version(profile, inventory))
