@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from corral.base.errors import DataError
-from corral.client.audio import MOST_AUDIO_BYTES, audio_form, check_audio
+from corral.client.audio import RECORDING, audio_form, check_audio
 from corral.fake.server import FakeServer
 from corral.node.agent.probe import silence
 from corral.use.batch.core.folder import BatchFolder
@@ -52,12 +52,12 @@ def test_recordings_are_uploaded(place: Path, shape: str) -> None:
         ({"file": 3}, "is not the path of a recording"),
         ({"file": "a.wav", "response_format": "srt"}, "response_format 'srt'"),
         ({"file": "/dev/zero"}, "is not a file"),
-        ({"file": "large.wav"}, "more than 25 MiB"),
+        ({"file": "large.wav"}, "at most 25 MiB"),
     ],
 )
 def test_what_cannot_be_sent_is_found_before(place: Path, body: dict[str, Any], problem: str) -> None:
     with (place / "large.wav").open("wb") as file:
-        file.truncate(MOST_AUDIO_BYTES + 1)
+        file.truncate(RECORDING.most_bytes + 1)
     path = place / "rows.jsonl"
     path.write_text(row("a", **body))
     folder = BatchFolder(place / "out.jsonl")

@@ -72,7 +72,7 @@ def test_bad_pictures_are_found_by_the_check_and_skipped_row_by_row(
     told = {one["custom_id"]: one["error"]["message"] for one in lines(Path("out.errors.jsonl"))}
     assert told.keys() == bad.keys()
     assert "cannot be read: No such file" in told["gone"]
-    assert "is no picture" in told["kind"]
+    assert "is not a picture" in told["kind"]
     assert "at most 20 MiB" in told["large"]
     assert "is not a file" in told["pipe"]
 
@@ -133,5 +133,5 @@ def test_malformed_parts_are_left_to_the_server(place: Path, body: dict[str, Any
 
 def test_relative_paths_need_a_folder(place: Path) -> None:
     body = {"messages": [{"content": [{"type": "image_url", "image_url": {"url": "cats/a b.png"}}]}]}
-    with pytest.raises(DataError, match="no folder"):
+    with pytest.raises(DataError, match="is relative"):
         check_images(body, None)

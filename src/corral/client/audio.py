@@ -4,50 +4,32 @@ from __future__ import annotations
 
 import os
 import secrets
-import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from corral.base.errors import DataError
+from corral.client.local_file import LocalFileKind
 
-MOST_AUDIO_BYTES = 25 << 20  # vLLM's own limit
+RECORDING = LocalFileKind("recording", 25 << 20, "Cut it into pieces.")  # vLLM's own limit
 _BOUNDARY = f"corral-{secrets.token_hex(16)}"
 FORM = f"multipart/form-data; boundary={_BOUNDARY}"
 
 
 def audio_path(body: Mapping[str, Any], folder: Path | None) -> Path:
-    """The file that a request names; a relative path lies in the folder."""
-    name = str(body["file"])
-    if folder is None and not name.startswith("/"):
-        raise DataError(f"the recording {name} has no folder: the input is no file.", "Give whole paths.")
-    return (folder or Path("/")) / name
+    """The file that a request names."""
+    return RECORDING.path(str(body["file"]), folder)
 
 
 def check_audio(path: Path) -> int:
     """Refuse what cannot be sent; the size of the file."""
-    try:
-        about = path.stat()
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise DataError(f"the recording {path} cannot be read: {why}.", "Check the path.") from None
-    if not stat.S_ISREG(about.st_mode):
-        raise DataError(f"{path} is not a file.", "Name a recording.")
-    if about.st_size > MOST_AUDIO_BYTES:
-        raise DataError(f"the recording {path} has more than {MOST_AUDIO_BYTES >> 20} MiB.", "Cut it into pieces.")
-    return about.st_size
+    return RECORDING.read(path, 0)[1]
 
 
 def audio_form(body: Mapping[str, Any], path: Path) -> bytes:
     """The form of a request, in the type `FORM`."""
-    check_audio(path)
-    try:
-        with path.open("rb") as file:
-            content = file.read(MOST_AUDIO_BYTES)
-    except OSError as error:
-        raise DataError(f"the recording {path} cannot be read: {error.strerror}.", "Check the permissions.") from None
+    content, _ = RECORDING.read(path)
     parts = []
     for name, value in body.items():
         if name != "file":

@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import base64
 import copy
-import os
 import re
-import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
 from corral.base.errors import DataError
+from corral.client.local_file import LocalFileKind
 
-MOST_BYTES = 20 << 20
+PICTURE = LocalFileKind("picture", 20 << 20, "Scale it down: models reduce large pictures anyway.")
 MOST_OF_A_REQUEST = 64 << 20  # all pictures of a batch's row together
 _KINDS = (  # media type, the bytes that say it, and where they are
     ("png", b"\x89PNG\r\n\x1a\n", 0), ("jpeg", b"\xff\xd8\xff", 0), ("gif", b"GIF8", 0), ("webp", b"WEBP", 8),
@@ -26,14 +25,15 @@ _KINDS = (  # media type, the bytes that say it, and where they are
 
 def read_image(path: Path) -> str:
     """The `data:` URL of a picture."""
-    content = _content(path)
+    content, _ = PICTURE.read(path)
     return f"data:image/{_kind(path, content[:16])};base64,{base64.b64encode(content).decode()}"
 
 
 def check_image(path: Path) -> int:
     """Refuse what `read_image` would refuse, from the file's first bytes and its size, which is returned."""
-    _kind(path, _content(path, 16))
-    return path.stat().st_size
+    head, size = PICTURE.read(path, 16)
+    _kind(path, head)
+    return size
 
 
 def image_part(url: str) -> dict[str, Any]:
@@ -77,9 +77,7 @@ def _local_images(body: Mapping[str, Any], folder: Path | None) -> Iterator[tupl
             image = part.get("image_url") if isinstance(part, dict) else None
             url = image.get("url") if isinstance(image, dict) else image
             if isinstance(url, str) and (path := _path(url)):
-                if folder is None and not path.startswith("/"):
-                    raise DataError(f"the picture {path} has no folder: the input is no file.", "Give whole paths.")
-                yield part, (folder or Path("/")) / path
+                yield part, PICTURE.path(path, folder)
 
 
 def _path(url: str) -> str:
@@ -89,29 +87,8 @@ def _path(url: str) -> str:
     return "" if re.match(r"[A-Za-z][A-Za-z0-9+.-]*:", url) else url
 
 
-def _content(path: Path, first: int = MOST_BYTES + 1) -> bytes:
-    """What a regular file holds (or how it begins), when it is not too large."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe must not wait for its writer
-        about = os.fstat(descriptor)
-        if not stat.S_ISREG(about.st_mode):
-            os.close(descriptor)
-            raise DataError(f"{path} is not a file.", "Name a picture.")
-        with os.fdopen(descriptor, "rb") as file:
-            content = file.read(first)
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise DataError(f"the picture {path} cannot be read: {why}.", "Check the path and the permissions.") from None
-    if max(len(content), about.st_size) > MOST_BYTES:
-        raise DataError(
-            f"the picture {path} has {about.st_size / (1 << 20):,.1f} MiB; at most {MOST_BYTES >> 20} MiB are sent.",
-            "Scale it down: models reduce large pictures anyway.",
-        )
-    return content
-
-
 def _kind(path: Path, head: bytes) -> str:
     for kind, mark, at in _KINDS:
         if head[at : at + len(mark)] == mark:
             return kind
-    raise DataError(f"{path} is no picture: it is neither PNG, JPEG, GIF nor WebP.", "Convert it.")
+    raise DataError(f"{path} is not a picture: it is neither PNG, JPEG, GIF nor WebP.", "Convert it.")

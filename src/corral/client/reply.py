@@ -293,23 +293,24 @@ def _read_whole(exchange: Exchange, where: str) -> Reply:
     for c in body.choices:
         _check_finish(c.finish_reason, where)
         message = c.message
-        text = c.text if message is None else message.get("content")
-        thought = (message.get("reasoning") or message.get("reasoning_content")) if message else None
+        whole = (
+            None if message is None else _Message(**{name: message.get(name) for name in _Message.__struct_fields__})
+        )
         prompt = c.prompt_logprobs if c.prompt_logprobs is not None else body.prompt_logprobs
         finish = c.finish_reason or ""
         choices.append(
             Choice(
                 c.index,
-                text or "",
+                (c.text if whole is None else whole.content) or "",
                 finish,
                 c.stop_reason,
-                thought,
+                whole.thought if whole else None,
                 c.token_ids,
                 c.logprobs,
                 prompt,
                 exchange.top,
                 message,
-                _tool_calls(message.get("tool_calls")) if message else [],
+                _tool_calls(whole.tool_calls) if whole else [],
             )
         )
     timing = Timing(exchange.asked_ns, exchange.sent_ns, exchange.first_byte_ns, exchange.last_ns, [])
