@@ -345,7 +345,7 @@ def test_a_chat_without_a_server_offers_to_start_one(answering: Corral, offered:
     offered.until("/help")
     offered.until("› ")
     offered.type("hello\n")
-    offered.until("tokens,")
+    offered.until("tokens")
     offered.until("› ")
     offered.type("\x04")
     assert offered.end() == 0

@@ -162,13 +162,16 @@ def _answer_with_probabilities(llm: LLM, talk: Conversation) -> None:
     talk.answered(reply.text)
 
 
+_SHORTEST_S = 0.01  # between first and last token; in less, the network's reads are seen, not the model's pace
+
+
 def _speed(reply: Reply) -> str:
-    """How fast an answer came: its tokens, and how many of them a second after the first."""
-    tokens, timing = (reply.usage and reply.usage.completion_tokens) or 0, reply.timing
-    if tokens < 2 or len(timing.chunk_ns) < 2:
+    """How many tokens an answer has, and how many a second came after the first, where that can be measured."""
+    tokens, chunk_ns = (reply.usage and reply.usage.completion_tokens) or 0, reply.timing.chunk_ns
+    seconds = (chunk_ns[-1] - chunk_ns[0]) / 1e9 if chunk_ns else 0.0
+    if tokens < 2 or seconds < _SHORTEST_S:
         return f"({counted(tokens, 'token')})"
-    seconds = (timing.chunk_ns[-1] - timing.chunk_ns[0]) / 1e9
-    return f"({tokens:,} tokens, {(tokens - 1) / max(seconds, 1e-9):,.1f} tok/s)"
+    return f"({tokens:,} tokens, {(tokens - 1) / seconds:,.1f} tok/s)"
 
 
 def _stream_answer(llm: LLM, talk: Conversation, show_thoughts: bool) -> None:
