@@ -492,6 +492,21 @@ def test_a_plan_follows_the_sliders(lab: Lab) -> None:
     assert lab.complaints == []
 
 
+def test_a_plan_below_its_form_is_one_press_away(lab: Lab) -> None:
+    page = lab.open("plan")
+    jump = page.get_by_role("button", name="See the plan")
+    expect(page.get_by_label("Verdict")).to_be_visible()
+    expect(jump).to_be_hidden()  # beside its form, it is in sight
+    page.set_viewport_size({"width": 390, "height": 800})
+    expect(jump).to_be_in_viewport()
+    expect(jump).to_contain_text("fits")
+    expect(page.get_by_label("Verdict")).not_to_be_in_viewport()
+    jump.click()
+    expect(page.get_by_label("Verdict")).to_be_in_viewport()
+    page.set_viewport_size({"width": 1280, "height": 900})
+    assert lab.complaints == []
+
+
 def test_a_plan_is_kept_in_the_address_and_started(lab: Lab) -> None:
     page = lab.open("plan")
     page.get_by_label("Model").fill("smollm2")

@@ -15,6 +15,8 @@ export function mount(root, ctx) {
     const result = el("div", { class: "stack wide" }), others = el("div", {});
     const details = el("details", { class: "card" }, el("summary", {}, "Table of alternatives"), others);
     const form = el("form", { class: "card sliders", onsubmit: (event) => event.preventDefault() });
+    const jump = el("button", { type: "button", class: "jump", hidden: true, onclick: () => result.scrollIntoView() }); // where the plan is below the form
+    const show = (parts, verdict) => { fill(result, parts); fill(jump, verdict, " See the plan ↓"); jump.hidden = false; };
     const given = {};
     const select = (name, label, options) => { given[name] = el("select", {}, options.map(([value, text]) => el("option", { value }, text))); return el("label", {}, label, given[name]); };
     const input = (name, label, props) => { given[name] = el("input", { autocomplete: "off", ...props }); return el("label", {}, label, given[name]); };
@@ -41,7 +43,7 @@ export function mount(root, ctx) {
       slider("weights", "Precision", ["", ...known.weights], "", String),
       slider("kv", "KV cache in", ["", ...known.kv], "", String),
       select("goal", "Goal", known.goals.map((one) => [one, one])),
-      el("div", { class: "fields narrow" }, input("prompt", "Prompt tokens", { inputmode: "numeric", placeholder: "512" }), input("output", "Output tokens", { inputmode: "numeric", placeholder: "256" }), input("price", "Price of a GPU hour", { inputmode: "decimal", placeholder: "none" })));
+      el("div", { class: "fields narrow" }, input("prompt", "Prompt tokens", { inputmode: "numeric", placeholder: "512" }), input("output", "Output tokens", { inputmode: "numeric", placeholder: "256" }), input("price", "Price of a GPU hour", { inputmode: "decimal", placeholder: "none" })), jump);
     fill(gpuFields, slider("count", "GPUs in a node", [1, 2, 4, 8], 1), slider("nodes", "Nodes", [1, 2, 3, 4, 6, 8, 12, 16], 1), select("link", "Between nodes", known.links.map((one) => [one.name, `${one.name}: ${one.note}`])));
     given.goal.value = "balanced";
     if (ctx.path[0]) given.model.value = ctx.path[0];
@@ -59,8 +61,8 @@ export function mount(root, ctx) {
       result.setAttribute("aria-busy", "true");
       try {
         const found = await ctx.get(`/api/plan?${asked}`);
-        if (mine === turn && !over) fill(result, shown(found, start(asked)));
-      } catch (error) { if (mine === turn && !over) fill(result, problem(error)); }
+        if (mine === turn && !over) show(shown(found, start(asked)), tag(found));
+      } catch (error) { if (mine === turn && !over) show(problem(error), null); }
       if (mine === turn) result.removeAttribute("aria-busy");
       if (mine === turn && details.open) compare(asked, mine);
     }
@@ -87,11 +89,12 @@ export function mount(root, ctx) {
   return () => { over = true; clearTimeout(typing); };
 }
 
+const tag = (plan, props = {}) => el("span", { class: `tag ${plan.fits ? "good" : "bad"}`, ...props }, plan.verdict);
+
 function shown(plan, start) {
-  const tone = plan.fits ? "good" : "bad";
   return [
     el("section", { class: "card", "aria-label": "Verdict" },
-      el("div", { class: "head" }, el("h2", { class: "long" }, `${plan.model} on ${plan.hardware}`), el("span", { class: `tag ${tone}`, role: "status" }, plan.verdict)),
+      el("div", { class: "head" }, el("h2", { class: "long" }, `${plan.model} on ${plan.hardware}`), tag(plan, { role: "status" })),
       plan.reason ? el("p", {}, sentence(plan.reason)) : null,
       plan.nearest.length ? el("div", { class: "stack" }, el("h3", {}, "Nearest that would fit"), el("ul", { class: "plain" }, plan.nearest.map((one) => el("li", {}, one.what, " ", el("code", {}, one.change), " ", el("span", { class: "dim" }, `${number(one.kv_cache_tokens)} KV tokens`))))) : null,
       plan.warnings.map((text) => el("p", { class: "note" }, sentence(text))), plan.notes.map((text) => el("p", { class: "dim" }, sentence(text)))),
