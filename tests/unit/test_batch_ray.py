@@ -147,7 +147,7 @@ CPUS = {path.stem: parse_cpuinfo(path.read_text()) for path in (Path(__file__).p
     ("cpus", "given", "dtype", "word"),
     [
         (("neoverse-n1",), None, "float32", "computes in fp32: Neoverse-N1 has no bf16"),
-        (("neoverse-n1",), "bfloat16", None, "bfloat16 may crawl or fail here: Neoverse-N1 has no bf16"),
+        (("neoverse-n1",), "bfloat16", None, "bfloat16 may be slow or fail here: Neoverse-N1 has no bf16"),
         (("neoverse-n1",), "float32", None, ""),
         (("grace",), None, None, ""),
         (("sapphire-rapids",), "float16", None, ""),

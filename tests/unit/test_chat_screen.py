@@ -18,11 +18,14 @@ from corral.base.errors import DataError
 from corral.base.files import write_atomic
 from corral.base.processes import own_identity
 from corral.base.record import dump_json
+from corral.cli.chat import _speed
 from corral.client.endpoint import Endpoint
-from corral.client.images import MOST_BYTES, check_image, read_image
+from corral.client.images import PICTURE, check_image, read_image
+from corral.client.reply import Reply, Timing, Usage
 from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.lifecycle.deployments import Record
 from corral.fake.app import FakeOptions
+from corral.fake.pace import Pace
 from corral.fake.server import FakeServer
 from corral.lab.report.markdown import MarkdownStream
 from corral.lab.report.tables import display_width
@@ -133,7 +136,7 @@ def wide(terminal: Terminal, columns: int) -> Terminal:
 
 def test_thoughts_are_folded_and_markdown_is_drawn_in_a_terminal() -> None:
     answer = "xxxx yyy zzz **bold** and a line that is longer than the terminal, which is wrapped between words"
-    with FakeServer(FakeOptions(answer=answer, thoughts=3)) as server:
+    with FakeServer(FakeOptions(answer=answer, thoughts=3, pace=Pace(itl_s=0.01))) as server:
         terminal = wide(Terminal("chat", "--url", server.url), 50)
         terminal.until("› ")
         terminal.type("tell me\n")
@@ -147,6 +150,20 @@ def test_thoughts_are_folded_and_markdown_is_drawn_in_a_terminal() -> None:
     text = re.sub(r"\033\[[\d;]*[mJ]", "", seen).replace("\r", "").partition("3 tokens)\n")[2]
     assert len(text.split("\n")) >= 3
     assert all(len(line) <= 50 for line in text.split("\n")[:-1])
+
+
+@pytest.mark.parametrize(
+    ("chunk_ms", "shown"),
+    [
+        ((500, 600, 800), "(12 tokens, 36.7 tok/s)"),
+        ((500, 500, 500), "(12 tokens)"),  # one read of the network
+        ((500, 500.04), "(12 tokens)"),
+        ((), "(12 tokens)"),
+    ],
+)
+def test_a_speed_is_shown_where_it_can_be_measured(chunk_ms: tuple[float, ...], shown: str) -> None:
+    timing = Timing(0, 0, 0, 0, [round(ms * 1e6) for ms in chunk_ms])
+    assert _speed(Reply([], Usage(completion_tokens=12), timing, "", "m", 200, b"")) == shown
 
 
 def test_thoughts_are_shown_where_they_are_wanted() -> None:
@@ -193,12 +210,12 @@ def test_what_is_no_picture_is_refused(tmp_path: Path) -> None:
     with FakeServer() as server:
         refused = corral(server, "chat", "--image", str(path), given="")
         told = corral(server, "chat", given=f"/image {tmp_path}/nothing\n/image {tmp_path}\n")
-    assert (refused.returncode, "is no picture" in refused.stderr) == (10, True)
+    assert (refused.returncode, "is not a picture" in refused.stderr) == (10, True)
     assert "cannot be read: No such file" in told.stderr
     assert "is not a file" in told.stderr
     path.write_bytes(PNG)
     with path.open("r+b") as file:
-        file.truncate(MOST_BYTES + 1)
+        file.truncate(PICTURE.most_bytes + 1)
     for read in (read_image, check_image):
         with pytest.raises(DataError, match="at most 20 MiB"):
             read(path)

@@ -176,7 +176,7 @@ def test_a_fixed_format_stays_and_one_that_crawls_is_warned_of(fixed: dict[str, 
     guessed = planned(smollm2, machine("neoverse-n1"), fixed=fixed)
     assert guessed.precision.weights == "bf16"
     assert "--dtype" in guessed.engine_args
-    assert "bf16 will crawl on this CPU" in guessed.warnings[0]
+    assert "bf16 will be slow on this CPU" in guessed.warnings[0]
     assert "not measured here" in guessed.warnings[0]
     crawling = replace(
         EMULATED, formats=(FormatSpeed("bf16", ROWS, (1.0, 1.0, 1.0, 1.0), "torch"), EMULATED.formats[1])
@@ -193,7 +193,7 @@ def test_a_quick_format_that_does_not_fit_gives_way(smollm2: ModelFacts) -> None
     narrow = planned(llama, machine("altra", memory_gib=24))
     assert narrow.fits
     assert narrow.precision.weights == "bf16"
-    assert "will crawl" in narrow.warnings[0]
+    assert "will be slow" in narrow.warnings[0]
 
 
 def test_a_checkpoint_in_fp32_stays_in_it(smollm2: ModelFacts) -> None:

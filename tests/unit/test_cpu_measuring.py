@@ -37,7 +37,7 @@ def test_a_first_start_measures_and_a_second_remembers(corral: Corral) -> None:
 def test_a_format_that_crawls_is_warned_of_before_anything_starts(corral: Corral) -> None:
     done = corral("up", str(corral.model), "--set", "weights=fp32", STUB_MEASURED="slow-fp32")
     assert done.code == 0, done.err
-    assert "warning: fp32 will crawl on this CPU" in done.err
+    assert "warning: fp32 will be slow on this CPU" in done.err
     assert "times slower than bf16 (measured here)" in done.err
     assert done.err.index("warning: fp32") < done.err.index("starting")
     assert "--dtype float32" in " ".join(json.loads((corral.home / "corral/deployments/tiny/launch.json").read_text())

@@ -8,7 +8,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from corral.cli import VERBS
+from corral.cli import PARTS, VERBS, root
 from corral.cli.up import EXAMPLES, HEADINGS
 
 
@@ -75,3 +75,15 @@ def test_a_group_shows_the_options_of_the_verb_that_need_not_be_said(verb: str, 
     shown = page(verb)
     assert options in shown
     assert shown.index(options) < shown.index("Verbs:")
+
+
+def test_the_verbs_stand_under_headings() -> None:
+    shown = root.get_help(click.Context(root, info_name="corral"))
+    at = [shown.index(f"\n{heading}:\n") for heading in PARTS.values()]
+    assert at == sorted(at)
+    assert PARTS.keys() <= VERBS.keys()
+    assert next(iter(PARTS)) == next(iter(VERBS))
+
+
+def test_a_group_shows_the_examples_of_the_verb_that_need_not_be_said() -> None:
+    assert "corral tune report last -o tune.html" in page("tune")

@@ -42,7 +42,7 @@ def measured(cause: LimitCause) -> tuple[Limit | None, Plan, Goal]:
         case LimitCause.KV_CACHE:
             goal = Goal(concurrency=64)
             return distance(planned(goal), summary(3000, 20.0, 64), replace(CALM, preemptions=3)), planned(goal), goal
-        case LimitCause.SEATS:
+        case LimitCause.MAX_SEQS:
             goal = Goal(concurrency=2048)
             plan = planned(goal, max_num_seqs=1024)
             return distance(plan, summary(3000, 200.0, 1024),
@@ -92,7 +92,7 @@ def test_the_next_plan_does_what_the_report_advises(cause: LimitCause) -> None:
 
 
 def test_a_limit_reads_back() -> None:
-    found, _, _ = measured(LimitCause.SEATS)
+    found, _, _ = measured(LimitCause.MAX_SEQS)
     assert from_json(Limit, to_json(found)) == found
 
 

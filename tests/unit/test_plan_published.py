@@ -35,7 +35,7 @@ def test_quantised_checkpoints_are_larger_than_documents_say():
     assert made.memory.nominal_weights_bytes / 1e9 == pytest.approx(405, rel=0.01)
     assert made.memory.weights_bytes / 1e9 == pytest.approx(487, rel=0.01)
     assert made.checkpoint == "meta-llama/Llama-3.1-405B-FP8"
-    assert any("documents count 406 GB" in r.because for r in made.reasons)
+    assert any("guides count 406 GB" in r.because for r in made.reasons)
 
 
 @pytest.mark.parametrize(

@@ -62,10 +62,10 @@ def because(made: Plan, field: str) -> str:
 # --- what was false
 
 
-def test_the_figure_of_documents_is_not_claimed_for_another_number() -> None:
+def test_the_figure_of_guides_is_not_claimed_for_another_number() -> None:
     lines = "\n".join(explain(plan("llama-3.1-405b", "8xH100x2")))
-    assert "61.52 GiB, the figure documents print" not in lines
-    assert "61.52 GiB: the length for which documents give a figure" in lines
+    assert "61.52 GiB, the figure guides print" not in lines
+    assert "61.52 GiB: the length for which guides give a figure" in lines
     assert "123.05 GiB" in lines  # what they do print, and why
     assert "39.06 GiB: the length" in "\n".join(explain(plan("llama-3.1-70b", "8xH100")))
 
@@ -332,7 +332,7 @@ def test_the_tables_of_the_workshop(shown: Run) -> None:
     assert "llama-3.1-70b ≥ 2 2.25: 3 as TP1" in out  # GPUs for weights alone, as Kempner's table has them
     assert "llama-3.1-405b ≥ 11 10.92: 16 as TP8" in out
     assert "2.25: 3 as TP1 × PP3 1.37: 2 as TP2 0.93: 2 as TP2" in out
-    assert "llama-3.1-405b: documents that give a 128,000-token request 123.05 GiB" in out
+    assert "llama-3.1-405b: guides that give a 128,000-token request 123.05 GiB" in out
 
 
 def test_a_table_of_any_models(capsys: pytest.CaptureFixture[str]) -> None:

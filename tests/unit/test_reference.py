@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,11 @@ from types import ModuleType
 
 import pytest
 
+from corral.base.record import to_json
+from corral.plan.choose import make_plan
+from corral.plan.contract import Goal
+from corral.plan.hardware.inventory import parse_gpus
+from corral.plan.models.facts import read_facts
 from tests.conftest import ROOT
 
 LONGEST_PAGE = 250  # lines
@@ -60,3 +66,14 @@ def test_a_changed_a_missing_and_a_forgotten_page_are_stale(
 def test_no_page_is_longer_than_can_be_read() -> None:
     lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in (ROOT / "docs").rglob("*.md")}
     assert {str(path): lines for path, lines in lengths.items() if lines > LONGEST_PAGE} == {}
+
+
+def test_the_json_of_a_plan_is_described_key_by_key() -> None:
+    plan = make_plan(read_facts("llama-3.1-8b", offline=True), parse_gpus("1xH100", None, "ib-ndr"), Goal())
+    body = to_json(plan)
+    text = (ROOT / "docs" / "reference" / "plan-json.md").read_text()
+    first = [line.split(" | ")[0] for line in text.splitlines() if line.startswith("| `")]
+    assert {name for cell in first for name in re.findall(r"`(\w+)", cell)} == body.keys()
+    for name, keys in re.findall(r"`(\w+)\.\{([^}]+)\}`", "".join(first)):
+        described = set(keys.split(","))
+        assert described - {"…"} <= body[name].keys() if "…" in described else described == body[name].keys(), name

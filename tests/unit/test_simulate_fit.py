@@ -68,7 +68,7 @@ def planned_for(monkeypatch: pytest.MonkeyPatch) -> list[Goal]:
 
 @pytest.mark.parametrize(
     ("name", "e2el", "ttft", "rate", "covered"),
-    # the goals are 8%, 15% and 10%: docs/simulate.md
+    # the goals are 8%, 15% and 10%: docs/measurements/simulator.md
     [
         ("h200-8b", 0.05, 0.09, 0.05, 0.95),
         ("h200-70b-fp8", 0.05, 0.09, 0.05, 0.93),

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 # verb -> (module:attribute, one line for `corral --help`)
 VERBS: dict[str, tuple[str, str]] = {
-    "plan": ("corral.cli.plan:command", "Will it fit, how to split it, how fast will it be, and why."),
-    "doctor": ("corral.cli.doctor:command", "What would go wrong on these nodes, with a remedy each."),
     "up": ("corral.cli.up:command", "Serve a model: install, fetch, start, watch until it answers."),
     "ps": ("corral.cli.ps:command", "Deployments and fleets, and their states."),
     "status": (
@@ -37,31 +35,43 @@ VERBS: dict[str, tuple[str, str]] = {
     "events": ("corral.cli.events:command", "The journal: what happened, and when."),
     "wait": ("corral.cli.wait:command", "Wait until a deployment is ready."),
     "down": ("corral.cli.down:command", "Stop a deployment and leave nothing behind."),
+    "chat": ("corral.cli.chat:command", "Talk with a model in the terminal."),
+    "complete": ("corral.cli.complete:command", "Continue a prompt; show the probabilities of its tokens."),
+    "console": ("corral.cli.console:command", "Everything on one page in the browser; a playground, plans and runs."),
+    "top": ("corral.cli.top:command", "Live load: running, waiting, KV use, tokens per second."),
+    "env": ("corral.cli.env:command", "Address and key as environment variables, for `eval`."),
+    "batch": ("corral.cli.batch:command", "Run a file of prompts through a model; nothing is lost."),
+    "score": ("corral.cli.score:command", "Likelihoods of texts, continuations and choices; resumable."),
+    "embed": ("corral.cli.embed:embed", "Vectors of a file's texts; resumable, also as Parquet."),
+    "rerank": ("corral.cli.embed:rerank", "Documents of a file's rows ranked by a query; resumable."),
+    "plan": ("corral.cli.plan:command", "Will it fit, how to split it, how fast will it be, and why."),
+    "doctor": ("corral.cli.doctor:command", "What would go wrong on these nodes, with a remedy each."),
+    "models": ("corral.cli.models:command", "Models by name: on disk, gated, and which fit this machine."),
+    "pull": ("corral.cli.pull:command", "Bring a model's files to this machine, or onto nodes; resumable."),
+    "engine": ("corral.cli.engine:command", "Installed engines: list, install, check, remove."),
+    "profile": ("corral.cli.profile:command", "Places to run, by name: init, list, show, check, trust."),
+    "slurm": ("corral.cli.slurm:command", "What a SLURM cluster has; the script of a deployment."),
+    "tunnel": ("corral.cli.tunnel:command", "Bring the endpoint of a deployment elsewhere to this machine."),
     "scale": ("corral.cli.scale:command", "Give a fleet another number of members."),
     "fleet": ("corral.cli.fleet:command", "Fleets of several servers: keep one running, simulate its scaling."),
     "service": ("corral.cli.service:command", "Keepers of fleets and chains that come back after a boot."),
-    "tunnel": ("corral.cli.tunnel:command", "Bring the endpoint of a deployment elsewhere to this machine."),
-    "proxy": ("corral.cli.proxy:command", "One address that stays, while servers behind it come and go."),
     "gateway": ("corral.cli.gateway:command", "One address for fleets and deployments; keys of its clients."),
+    "proxy": ("corral.cli.proxy:command", "One address that stays, while servers behind it come and go."),
     "renew": ("corral.cli.renew:command", "Submit successors of a job before its time limit (see `up --renew`)."),
-    "complete": ("corral.cli.complete:command", "Continue a prompt; show the probabilities of its tokens."),
-    "chat": ("corral.cli.chat:command", "Talk with a model in the terminal."),
-    "score": ("corral.cli.score:command", "Likelihoods of texts, continuations and choices; resumable."),
-    "top": ("corral.cli.top:command", "Live load: running, waiting, KV use, tokens per second."),
-    "console": ("corral.cli.console:command", "Everything on one page in the browser; a playground, plans and runs."),
-    "env": ("corral.cli.env:command", "Address and key as environment variables, for `eval`."),
-    "slurm": ("corral.cli.slurm:command", "What a SLURM cluster has; the script of a deployment."),
-    "batch": ("corral.cli.batch:command", "Run a file of prompts through a model; nothing is lost."),
-    "embed": ("corral.cli.embed:embed", "Vectors of a file's texts; resumable, also as Parquet."),
-    "rerank": ("corral.cli.embed:rerank", "Documents of a file's rows ranked by a query; resumable."),
-    "profile": ("corral.cli.profile:command", "Places to run, by name: init, list, show, check, trust."),
-    "pull": ("corral.cli.pull:command", "Bring a model's files to this machine, or onto nodes; resumable."),
-    "models": ("corral.cli.models:command", "Models by name: on disk, gated, and which fit this machine."),
-    "engine": ("corral.cli.engine:command", "Installed engines: list, install, check, remove."),
     "bench": ("corral.cli.bench:command", "Measure a served model, and how far it is from the limit."),
     "tune": ("corral.cli.tune:command", "Find vLLM's best settings for a workload, by measuring."),
     "simulate": ("corral.cli.simulate:command", "How a load would go on how many GPUs, and how sure that is."),
     "fake-server": ("corral.cli.fake_server:command", "A server with set pace and faults, for tests."),
+}
+# the verb with which a part of `corral --help` begins -> its heading
+PARTS = {
+    "up": "Serve a model",
+    "chat": "Use it",
+    "batch": "Many prompts",
+    "plan": "Plan and prepare",
+    "profile": "Clusters",
+    "scale": "Several servers behind one address",
+    "bench": "Measure",
 }
 
 
@@ -127,15 +137,24 @@ class VerbGroup(click.Group):
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Verbs"):
-            formatter.write_dl([(verb, summary) for verb, (_, summary) in VERBS.items()])
+        heading = ""
+        parts: dict[str, list[tuple[str, str]]] = {}
+        for verb, (_, summary) in VERBS.items():
+            heading = PARTS.get(verb) or heading
+            parts.setdefault(heading, []).append((verb, summary))
+        for heading, rows in parts.items():
+            with formatter.section(heading):
+                formatter.write_dl(rows)
 
 
 @click.command(cls=VerbGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, message="corral %(version)s")
 @click.option("--debug", is_flag=True, help="Show tracebacks.")
 def root(debug: bool) -> None:
-    """Corral puts open models to work on whatever you have."""
+    """Corral serves open models with vLLM on the hardware you have.
+
+    Begin with `corral up`; then `corral chat` or `corral console`. `corral VERB --help` has the options of a verb.
+    """
     if debug:
         os.environ["CORRAL_DEBUG"] = "1"
     watch_home(lambda text: click.echo(f"corral: {text} …", err=True))

@@ -24,7 +24,7 @@ def command() -> None:
     """Run a file of prompts through a model: `corral batch prompts.jsonl -o answers.jsonl`.
 
     Run the same command again to continue after any interruption. Without --deployment, --url or --start, the running
-    deployment is used. `corral batch run --help` lists all options.
+    deployment is used.
     """
 
 
@@ -37,7 +37,9 @@ def _recipe_options(function: Any) -> Any:
         click.option("--chat", is_flag=True, help="Send prompts as chat messages, not as text to continue."),
         click.option("--system", metavar="TEXT", help="System message before every prompt; implies --chat."),
         click.option(
-            "--max-tokens", type=int, help="Longest answer in tokens; to a plain prompt 256 where nothing is said."
+            "--max-tokens",
+            type=int,
+            help="Longest answer in tokens (default: 256 for a plain prompt; a chat ends by itself).",
         ),
         click.option("--temperature", type=float, help="Spread of the choice; 0 is greedy."),
         click.option("--top-p", type=float, help="Sample from the likeliest tokens of this total probability."),

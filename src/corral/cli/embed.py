@@ -29,7 +29,7 @@ def _file_options(answer: str) -> Callable[[Any], Any]:
     return add
 
 
-@click.command("embed", cls=GroupedCommand, context_settings=HELP, epilog="More: docs/batch.md.")
+@click.command("embed", cls=GroupedCommand, context_settings=HELP, epilog="More: docs/vectors.md.")
 @_file_options("embedding")
 @click.option("--text-column", metavar="NAME", help="Column that holds the text (default: text or prompt).")
 @click.option("--template", metavar="TEXT", help="Text with {{column}} for values of the row.")
@@ -53,7 +53,7 @@ def embed(**options: Any) -> int:
     return run_rows({**options, **_FIXED}, recipe)
 
 
-@click.command("rerank", cls=GroupedCommand, context_settings=HELP, epilog="More: docs/batch.md.")
+@click.command("rerank", cls=GroupedCommand, context_settings=HELP, epilog="More: docs/vectors.md.")
 @_file_options("ranking")
 @click.option("--query", metavar="TEXT", help="Query of all rows (default: each row's column `query`).")
 @click.option("--documents-column", metavar="NAME", help="Column with the list of texts (default: documents).")

@@ -29,7 +29,7 @@ def command() -> None:
 
     Each request goes to the model that it names, and there to the server that has most of its prompt cached and the
     least to do. `--member` adds servers that Corral did not start. Clients send the key of the fleet or deployment,
-    or their own (`corral gateway key add`). Ctrl-C stops it. `corral gateway serve --help` lists all options.
+    or their own (`corral gateway key add`). Ctrl-C stops it.
     """
 
 

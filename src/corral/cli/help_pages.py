@@ -40,6 +40,12 @@ class WholeGroup(click.Group):
             formatter.write_dl(rows)
 
 
+def _write_examples(formatter: click.HelpFormatter, text: str) -> None:
+    if text:
+        with formatter.section("Examples"):
+            formatter.write("".join(f"  {line}\n" for line in text.strip().splitlines()))
+
+
 class DefaultVerbGroup(WholeGroup):
     """A group in which one verb need not be said: `corral batch FILE` is `corral batch run FILE`."""
 
@@ -51,6 +57,10 @@ class DefaultVerbGroup(WholeGroup):
         if args and args[0] not in self.commands and args[0] not in ("-h", "--help"):
             args = [self.default, *args]
         return super().parse_args(ctx, args)
+
+    def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        super().format_help_text(ctx, formatter)
+        _write_examples(formatter, getattr(self.commands[self.default], "examples", ""))
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The options of the verb that need not be said, then the verbs."""
@@ -126,9 +136,7 @@ class GroupedCommand(click.Command):
 
     def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         super().format_help_text(ctx, formatter)
-        if self.examples:
-            with formatter.section("Examples"):
-                formatter.write("".join(f"  {line}\n" for line in self.examples.strip().splitlines()))
+        _write_examples(formatter, self.examples)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         named = {option: heading for heading, options in self.headings.items() for option in options}

@@ -137,7 +137,10 @@ def _carry_out(steps: Sequence[Step], dry_run: bool, yes: bool, as_json: bool, m
         return False
     if not yes:
         if as_json or not sys.stdin.isatty():
-            raise UsageError("nobody is here to answer.", "Add --yes, or --dry-run to see only what would be done.")
+            raise UsageError(
+                "this needs a confirmation, and there is no terminal.",
+                "Add --yes, or --dry-run to see only what would be done.",
+            )
         click.confirm("Do that?", abort=True, err=True)
     for step in steps:
         step.do()

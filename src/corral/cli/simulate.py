@@ -57,10 +57,9 @@ SATURATED = 8  # times the seats: requests from which a replica's capacity is ta
 
 @click.group(cls=DefaultVerbGroup)
 def command() -> None:
-    """How a load would go: latencies, throughput, the smallest fleet: `corral simulate --from RUN --request-rate 8`.
+    """How a load would go: latencies, throughput, the smallest fleet.
 
     Step times come from measured runs (--from), or from the planner (MODEL and --gpus).
-    `corral simulate run --help` lists all options.
     """
 
 

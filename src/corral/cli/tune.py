@@ -64,8 +64,8 @@ UNDECIDED = 1  # exit code of a run that ended without a result
 def command() -> None:
     """Find the settings that serve a workload best: `corral tune MODEL --workload chat --budget 40m`.
 
-    Servers are started one after the other with different vLLM settings, measured, and stopped. `corral tune run
-    --help` lists all options; `corral tune RUN` continues a run that was interrupted.
+    Servers are started one after the other with different vLLM settings, measured, and stopped. `corral tune
+    RUN` continues a run that was interrupted.
     """
 
 

@@ -83,7 +83,7 @@ FIRST_QUESTION = "What is the capital of France?"
 @profile_option()
 @click.option("--name", help="Name of the deployment (default: the model's name).")
 @click.option("--served-name", multiple=True, metavar="NAME",
-              help="Model name that clients say; repeatable (default: the model's name).")  # fmt: skip
+              help="Model name in clients' requests; repeatable (default: the model's name).")  # fmt: skip
 @context_option
 @click.option("--concurrency", type=click.IntRange(min=1), help="Requests at once that the plan must hold.")
 @click.option(
@@ -99,7 +99,7 @@ FIRST_QUESTION = "What is the capital of France?"
 @click.option(
     "--link", type=click.Choice(["auto", "native", "ray"]), help="How several nodes are joined (default: auto)."
 )
-@click.option("--expose", is_flag=True, help="Listen on the cluster's network instead of the node itself.")
+@click.option("--expose", is_flag=True, help="Listen on the cluster's network, not only on the node.")
 @click.option("--tools/--no-tools", default=None, help="Parse tool calls (default: where the model's form is known).")
 @click.option("--recipe/--no-recipe", default=None,
               help="Use what is known of the model's family: parsers, flags, variables (default: yes).")  # fmt: skip
@@ -120,12 +120,12 @@ FIRST_QUESTION = "What is the capital of France?"
               help="Silence after which a node of several counts as lost"
                    f" (default: {Patience.node_s:g}).")  # fmt: skip
 @runtime_options
-@click.option("--renew", is_flag=True, help="In a queue: submit a successor before the time limit, again and again.")
+@click.option("--renew", is_flag=True, help="On SLURM: submit a successor before each time limit.")
 @click.option("--max-jobs", type=click.IntRange(min=1), help="With --renew: jobs in all (default: without end).")
 @click.option(
     "--replicas", metavar="N|A..B", help="A fleet: N servers, or A to B as the load asks; one address, one key."
 )
-@click.option("--keep", is_flag=True, help="With --replicas, in a queue: replace jobs before their time limit.")
+@click.option("--keep", is_flag=True, help="With --replicas on SLURM: replace jobs before their time limit.")
 @click.option(
     "--keeper",
     type=click.Choice(["here", "job"]),

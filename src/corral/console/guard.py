@@ -154,7 +154,9 @@ class Guard:
         if not has_origin:
             return refusal(AccessError("the request does not say which page it comes from.", "Send Origin."), 403)
         if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-            return refusal(UsageError("what changes something is asked for in JSON.", "Send application/json."), 415)
+            return refusal(
+                UsageError("a request that changes something must have a JSON body.", "Send application/json."), 415
+            )
         return None
 
     def _redeemed(self, scope: Scope) -> str | None:

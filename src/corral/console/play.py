@@ -84,7 +84,7 @@ def read_play(body: Mapping[str, Any]) -> PlayRequest:
     if alternatives is not None and (not isinstance(alternatives, int) or not 0 <= alternatives <= MOST_ALTERNATIVES):
         raise UsageError(f"alternatives cannot be {alternatives!r}.", f"Give 0 to {MOST_ALTERNATIVES}, or none.")
     if not prompt or not isinstance(prompt, str | list):
-        raise UsageError("there is nothing to ask.", "Write a prompt.")
+        raise UsageError("the prompt is empty.", "Write a prompt.")
     if isinstance(prompt, list) and isinstance(prompt[0], dict):
         prompt = [_message(one) for one in prompt]
     kept = {name: value for name, value in sampling.items() if name not in _PAGES_OWN and value is not None}
@@ -416,4 +416,4 @@ def _given_tokens(body: dict[str, Any]) -> list[Token]:
     try:
         return msgspec.convert(body.get("tokens") or [], list[Token])
     except msgspec.ValidationError as error:
-        raise DataError(f"these are no tokens: {error}.", "Load the page again.") from None
+        raise DataError(f"these are not tokens: {error}.", "Load the page again.") from None

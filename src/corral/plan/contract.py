@@ -1,4 +1,4 @@
-"""The values of a plan: what goes in, what comes out. `Plan` as JSON is a published contract (docs/plan.md).
+"""The values of a plan: what goes in, what comes out. `Plan` as JSON is published (docs/reference/plan-json.md).
 
 `VERSION` rises when a key changes meaning or goes away; new keys do not raise it.
 """
@@ -116,7 +116,7 @@ class Memory:
     """Bytes as vLLM accounts them, on the fullest GPU unless the name says otherwise."""
 
     weights_bytes: int  # of the whole model as loaded
-    nominal_weights_bytes: int  # parameters × bits, as documents print it
+    nominal_weights_bytes: int  # parameters × bits, as guides print it
     weights_bytes_per_gpu: int
     kv_bytes_per_token: int  # of the whole model
     kv_bytes_per_token_per_gpu: int

@@ -365,11 +365,11 @@ def _words(rates: Rates, rows: int) -> str:
 
 
 def _warning(name: str, model: ModelFacts, goal: Goal, rates: dict[str, Rates]) -> str:
-    """A format that will crawl: by how much, and against which."""
+    """A format that will be slow: by how much, and against which."""
     mine = rates[name]
     best = min(FORMATS, key=lambda each: _work_s(model, goal, rates[each]))
     times = _work_s(model, goal, mine) / _work_s(model, goal, rates[best])
     if times < CRAWLS:
         return ""
     how = "measured here" if mine.measured and rates[best].measured else "as seen on such CPUs, not measured here"
-    return f"{name} will crawl on this CPU: about {times:.0f} times slower than {best} ({how})"
+    return f"{name} will be slow on this CPU: about {times:.0f} times slower than {best} ({how})"

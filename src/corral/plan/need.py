@@ -1,6 +1,6 @@
 """What a model needs: the smallest inventories that serve it, tables of memory, and how several replicas run. Pure.
 
-`needs` and `memory_table` put two figures side by side: what documents compute (parameters × bits and one request,
+`needs` and `memory_table` put two figures side by side: what guides compute (parameters × bits and one request,
 over the size on the box), and what really runs (some tensors stay in 16 bits, vLLM needs room for activations and
 graphs, TP must divide the heads, pipelines split whole layers).
 
@@ -60,7 +60,7 @@ class Need:
 
 
 def by_arithmetic(model: ModelFacts, gigabytes: float, context: int = 0, weights: str = "") -> int:
-    """GPUs as documents count them: parameters × bits, plus the KV of one request in GiB taken as GB."""
+    """GPUs as guides count them: parameters × bits, plus the KV of one request in GiB taken as GB."""
     stored = model.parameters * DTYPE_BYTES.get(weights or model.weights, 2.0) / 1e9
     cache = model.kept_bytes(context) / (1 << 30)
     return max(1, ceil((stored + cache) / gigabytes))
@@ -138,7 +138,7 @@ def _worth_more(model: ModelFacts, found: list[tuple[Inventory, Candidate]]) -> 
     return f"{small.gpus} × {small.gpu} run it only as a pipeline ({why}){speeds}"
 
 
-DOCUMENTED_CONTEXT = 128_000  # tokens for which documents give the KV cache of one request
+DOCUMENTED_CONTEXT = 128_000  # tokens for which guides give the KV cache of one request
 WIDTHS = ("bf16", "fp8", "int4")
 
 
@@ -148,7 +148,7 @@ class Cell:
 
     weights: str
     nominal_gb: float
-    boxes: float  # GPUs as documents divide: weights and one request over the size on the box
+    boxes: float  # GPUs as guides divide: weights and one request over the size on the box
     gpus: int
     layout: str
 
@@ -167,7 +167,7 @@ class TableRow:
 
 
 def memory_table(models: list[ModelFacts], gpu: Gpu, context: int | None = None) -> list[TableRow]:
-    """One row per model; the context is that of documents, or the model's own where that is shorter."""
+    """One row per model; the context is that of guides, or the model's own where that is shorter."""
     return [_row(model, gpu, min(context or DOCUMENTED_CONTEXT, model.max_context)) for model in models]
 
 

@@ -194,7 +194,7 @@ def _weights_words(model: ModelFacts, m: Memory) -> str:
     how = "from its safetensors headers" if model.bytes_by_dtype else "computed from its config"
     words = f"{m.weights_bytes / 1e9:.1f} GB in all, {how}"
     if m.nominal_weights_bytes < 0.97 * m.weights_bytes:
-        words += f"; documents count {m.nominal_weights_bytes / 1e9:.0f} GB, as if every tensor were quantised"
+        words += f"; guides count {m.nominal_weights_bytes / 1e9:.0f} GB, as if every tensor were quantised"
     return words
 
 
@@ -373,7 +373,7 @@ def _cache(plan: Plan) -> Iterator[str]:
     if m.sliding_window:
         yield f"  sliding        {m.sliding_layers} layers keep only the last {m.sliding_window:,} tokens"
     documented = _gib(m.kept_bytes(128_000, plan.kv_element))
-    yield f"  128,000 tokens {documented}: the length for which documents give a figure, and call it GB"
+    yield f"  128,000 tokens {documented}: the length for which guides give a figure, and call it GB"
 
 
 def _sum(plan: Plan) -> Iterator[str]:

@@ -35,7 +35,7 @@ class Ports:
 
 
 @dataclass(frozen=True)
-class Gang:
+class LinkRequest:
     """What a link needs to know of the nodes and the plan."""
 
     nodes: tuple[Node, ...]  # head first
@@ -60,73 +60,77 @@ class LinkedRank:
     engine: bool = True  # whether the rank's command holds `vllm serve` at all
 
 
-def _single(gang: Gang) -> tuple[LinkedRank, ...]:
-    if len(gang.nodes) != 1:
+def _single(request: LinkRequest) -> tuple[LinkedRank, ...]:
+    if len(request.nodes) != 1:
         raise UsageError(
-            f"the link 'single' joins one node, not {len(gang.nodes)}.",
+            f"the link 'single' joins one node, not {len(request.nodes)}.",
             "Use native or ray: --link of `corral up`, or [link] in a profile.",
         )
-    return (LinkedRank(0, gang.nodes[0]),)
+    return (LinkedRank(0, request.nodes[0]),)
 
 
-def _native(gang: Gang) -> tuple[LinkedRank, ...]:
-    head, count = gang.nodes[0], len(gang.nodes)
+def _native(request: LinkRequest) -> tuple[LinkedRank, ...]:
+    head, count = request.nodes[0], len(request.nodes)
     ranks = []
-    for rank, node in enumerate(gang.nodes):
-        if gang.replicas > 1:  # whole replicas on each node: vLLM's data parallelism joins them
-            here = gang.replicas // count
+    for rank, node in enumerate(request.nodes):
+        if request.replicas > 1:  # whole replicas on each node: vLLM's data parallelism joins them
+            here = request.replicas // count
             arguments = ["--data-parallel-size-local", str(here), "--data-parallel-address", head.address]
-            arguments += ["--data-parallel-rpc-port", str(gang.ports.master or "@MASTER_PORT@")]
+            arguments += ["--data-parallel-rpc-port", str(request.ports.master or "@MASTER_PORT@")]
             arguments += ["--data-parallel-start-rank", str(rank * here)] if rank else []
         else:
             arguments = ["--nnodes", str(count), "--node-rank", str(rank), "--master-addr", head.address]
-            arguments += ["--master-port", str(gang.ports.master or "@MASTER_PORT@")]
+            arguments += ["--master-port", str(request.ports.master or "@MASTER_PORT@")]
         arguments += ["--headless"] if rank else []
         env = {**node.env, "VLLM_HOST_IP": node.address}
         ranks.append(LinkedRank(rank, node, tuple(arguments), env, serves=rank == 0))
     return tuple(ranks)
 
 
-def _ray(gang: Gang) -> tuple[LinkedRank, ...]:
-    head, count = gang.nodes[0], len(gang.nodes)
-    if gang.replicas > 1:
+def _ray(request: LinkRequest) -> tuple[LinkedRank, ...]:
+    head, count = request.nodes[0], len(request.nodes)
+    if request.replicas > 1:
         raise UsageError(
-            f"Ray can run one replica, not {gang.replicas}.",
+            f"Ray can run one replica, not {request.replicas}.",
             "Use --set data=1, or the link native: --link of `corral up`, or [link] in a profile.",
         )
-    port = str(gang.ports.master or "@MASTER_PORT@")
+    port = str(request.ports.master or "@MASTER_PORT@")
     ranks = []
-    for rank, node in enumerate(gang.nodes):
-        script = [f"{gang.node_files}/{RAY_SCRIPT}", "head" if rank == 0 else "worker"]
+    for rank, node in enumerate(request.nodes):
+        script = [f"{request.node_files}/{RAY_SCRIPT}", "head" if rank == 0 else "worker"]
         script += ["--address", node.address, "--head", f"{head.address}:{port}", "--nodes", str(count)]
-        script += ["--devices", str(gang.ranks_per_node), *(["--cpu"] if gang.cpu else [])]
+        script += ["--devices", str(request.ranks_per_node), *(["--cpu"] if request.cpu else [])]
         env = {**node.env, "VLLM_HOST_IP": node.address, "RAY_AUTH_MODE": "token"}
         arguments = ("--distributed-executor-backend", "ray")
         ranks.append(LinkedRank(rank, node, arguments, env, rank == 0, tuple(script), engine=rank == 0))
     return tuple(ranks)
 
 
-LINKS: dict[str, Callable[[Gang], tuple[LinkedRank, ...]]] = {"single": _single, "native": _native, "ray": _ray}
+LINKS: dict[str, Callable[[LinkRequest], tuple[LinkedRank, ...]]] = {
+    "single": _single,
+    "native": _native,
+    "ray": _ray,
+}
 
 
-def link_ranks(link: str, gang: Gang) -> tuple[LinkedRank, ...]:
+def link_ranks(link: str, request: LinkRequest) -> tuple[LinkedRank, ...]:
     """The ranks of a deployment over these nodes, head first."""
     if link not in LINKS:
         raise UsageError(f"there is no link {link!r}.", f"Known: {', '.join(LINKS)}.")
-    _refuse_uneven(gang)
-    return LINKS[link](gang)
+    _refuse_uneven(request)
+    return LINKS[link](request)
 
 
-def _refuse_uneven(gang: Gang) -> None:
+def _refuse_uneven(request: LinkRequest) -> None:
     """Every node has the same number of ranks: otherwise they would wait for each other for ever."""
-    count = len(gang.nodes)
-    if gang.replicas > 1 and gang.replicas % count:
+    count = len(request.nodes)
+    if request.replicas > 1 and request.replicas % count:
         raise UsageError(
-            f"{gang.replicas} replicas cannot be spread evenly over {count} nodes.", "Change --set data=…"
+            f"{request.replicas} replicas cannot be spread evenly over {count} nodes.", "Change --set data=…"
         )
-    if gang.replicas == 1 and gang.replica_ranks and gang.replica_ranks % count:
+    if request.replicas == 1 and request.replica_ranks and request.replica_ranks % count:
         raise UsageError(
-            f"{gang.replica_ranks} ranks cannot be spread evenly over {count} nodes.", "Name fewer nodes."
+            f"{request.replica_ranks} ranks cannot be spread evenly over {count} nodes.", "Name fewer nodes."
         )
 
 

@@ -17,7 +17,7 @@ from corral.client.http1 import http_url
 from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.deployment.start_times import Expected
 from corral.deploy.deployment.state import Patience
-from corral.deploy.launch.links import RAY_SCRIPT, Gang, LinkedRank, Node, Ports, link_ranks
+from corral.deploy.launch.links import RAY_SCRIPT, LinkedRank, LinkRequest, Node, Ports, link_ranks
 from corral.engines.paths import named_paths
 from corral.engines.runtimes.base import EngineCommand, Runtime
 
@@ -181,7 +181,9 @@ def render(plan: Plan, order: Order, runtime: Runtime) -> LaunchSpec:
         runtime=runtime.name,
         link=order.link,
         base_url=order.base_url,
-        ranks=tuple(_rank(plan, order, runtime, linked) for linked in link_ranks(order.link, _gang(plan, order))),
+        ranks=tuple(
+            _rank(plan, order, runtime, linked) for linked in link_ranks(order.link, _link_request(plan, order))
+        ),
         files=(*FILES, *order.files),
         patience=order.patience,
         expected={},
@@ -190,9 +192,9 @@ def render(plan: Plan, order: Order, runtime: Runtime) -> LaunchSpec:
     )
 
 
-def _gang(plan: Plan, order: Order) -> Gang:
+def _link_request(plan: Plan, order: Order) -> LinkRequest:
     per_node = -(-plan.parallel.replica_gpus // len(order.nodes))
-    return Gang(
+    return LinkRequest(
         order.nodes,
         order.ports,
         per_node,

@@ -139,7 +139,9 @@ class Courier:
             self.inbox.put((self, {"event": "failed", "text": error.message}))
         code = self._process.wait()
         self._errors.join(5)
-        ended = "ssh lost the connection to it" if code == SSH_FAILED else f"its courier ended with code {code}"
+        ended = (
+            "ssh lost the connection to it" if code == SSH_FAILED else f"the copying program ended with code {code}"
+        )
         text = self._stderr[-1] if self._stderr else ended
         self.inbox.put((self, {"event": "gone", "code": code, "text": text}))
 

@@ -145,11 +145,12 @@ def read_event(line: bytes) -> dict[str, Any] | None:
     """One line as the event it is, with the types of its kind; None for a line that is no event at all."""
     if not line.startswith(b'{"event"'):
         return None
-    body = parse_json(line, "what its courier says", LONGEST_LINE_BYTES, "Look at the host.")
+    body = parse_json(line, "what the copying program there says", LONGEST_LINE_BYTES, "Look at the host.")
     kind = body.pop("event")
     if not isinstance(kind, str) or kind not in KINDS:
         raise DataError(
-            f"its courier sent the event {plain(repr(kind), 100)}, which does not exist.", "Look at the host."
+            f"the copying program there sent the event {plain(repr(kind), 100)}, which does not exist.",
+            "Look at the host.",
         )
     if kind != "manifest":  # paths of files are kept as they are, also those that are no text
         body = plain_json(body)
@@ -162,7 +163,9 @@ def _refuse_impossible(event: Mapping[str, Any]) -> None:
     wrong = next((name for name, value in event.items() if not _is_possible(name, value)), None)
     if wrong is not None:
         shown = plain(repr(event[wrong]), 100)
-        raise DataError(f"its courier says {event['event']!r} with {wrong} = {shown}.", "Look at the host.")
+        raise DataError(
+            f"the copying program there says {event['event']!r} with {wrong} = {shown}.", "Look at the host."
+        )
 
 
 def _is_possible(name: str, value: Any) -> bool:

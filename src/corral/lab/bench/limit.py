@@ -27,7 +27,7 @@ class LimitCause(enum.StrEnum):
     """What limited a run."""
 
     KV_CACHE = "kv cache"
-    SEATS = "seats"
+    MAX_SEQS = "max_num_seqs"
     LAUNCHES = "launches"
     ARITHMETIC = "arithmetic"
     BANDWIDTH = "bandwidth"
@@ -209,7 +209,7 @@ def _reason(
     if waiting and server is not None and server.peak_running >= settings.max_num_seqs:
         seqs = str(settings.max_num_seqs * 2)
         why = f"max_num_seqs ({settings.max_num_seqs})"
-        return _Verdict(cause.SEATS, why, f"--set max_num_seqs={seqs}", {"max_num_seqs": seqs})
+        return _Verdict(cause.MAX_SEQS, why, f"--set max_num_seqs={seqs}", {"max_num_seqs": seqs})
     if launches is not None:
         return launches
     on_cpu = plan.inventory.gpu is None

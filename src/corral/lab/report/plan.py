@@ -241,7 +241,7 @@ def need_lines(rows: Sequence[Need], notes: Sequence[str] = ()) -> Iterator[str]
 
 def table_lines(rows: Sequence[TableRow], gpu: Gpu) -> Iterator[str]:
     """Two tables: what models weigh, and how many GPUs hold them, on paper and in truth."""
-    yield "Weights in GB as documents count them, and the KV cache of one request in GiB"
+    yield "Weights in GB as guides count them (parameters × bits), and the KV cache of one request in GiB"
     yield ""
     widths = [cell.weights for cell in rows[0].cells]
     yield from _table(
@@ -266,7 +266,7 @@ def table_lines(rows: Sequence[TableRow], gpu: Gpu) -> Iterator[str]:
 
 
 def _for_weights(cell: Cell, gpu: Gpu) -> str:
-    """As documents count: weights divided by what is written on the box."""
+    """As guides count: weights divided by what is written on the box."""
     return f"≥ {math.ceil(cell.nominal_gb / gpu.box_gb)}"
 
 

@@ -5,7 +5,7 @@ into it. Step times may be wrong by a share, so the load is simulated again with
 shorter by `STEP_ERROR`: far from saturation that moves latencies by as much, near it by several times that, which is
 how such forecasts go wrong. And the fit's own error on its runs is added on both sides. What lies beyond the
 measurements widens both. `STEP_ERROR` was chosen so that nine of ten figures of the held-out runs in tests/data lie
-within; docs/simulate.md says how many did on which hardware.
+within; docs/measurements/simulator.md says how many did on which hardware.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ def _former(repo: str) -> tuple[str, ...]:
 
 
 _KV_NOTE = (
-    "documents that give a 128,000-token request 123.05 GiB of KV, and vllm issue 6746 (79,392 tokens on 8 × H100),"
+    "guides that give a 128,000-token request 123.05 GiB of KV, and vllm issue 6746 (79,392 tokens on 8 × H100),"
     " describe the first upload with 16 KV heads; the repository has had 8 since August 2024: 61.52 GiB, and on paper"
     " 11 H100 instead of 12 for bf16 with a full context"
 )
@@ -209,7 +209,7 @@ def unknown(name: str, offline: bool = False) -> NotFoundError:
     """What is said about a name that is none of these, no folder and no repository."""
     guess = f"Did you mean {', '.join(near(name))}?" if near(name) else "`corral models` lists the names."
     if offline:
-        remedy = f"{guess} A folder works too; the hub is asked without --offline, where HF_HUB_OFFLINE is not set."
+        remedy = f"{guess} A folder works too. To ask the hub, leave out --offline and unset HF_HUB_OFFLINE."
         return NotFoundError(f"no model is called {name!r}, and the network is not to be used.", remedy)
     return NotFoundError(f"no model is called {name!r}.", f"{guess} {OTHER_MODELS}")
 

@@ -120,7 +120,7 @@ def member_status(one: Member) -> dict[str, Any]:
         "running": len(one.active),
         "sequences": one.width,
         "of_others": one.outside,
-        "seats": one.seats,
+        "at_once": one.seats,
         "outstanding_tokens": round(one.work_tokens),
         "declined": one.declined,
         "draining": one.declined or one.leaving,

@@ -56,7 +56,7 @@ def format_on(cpu: CpuFacts | None, chosen: str | None) -> tuple[dict[str, str],
     if quick.format != "fp32" or chosen == fp32:
         return {}, ""
     if chosen is not None:
-        return {}, f"{chosen} may crawl or fail here: {quick.because}"
+        return {}, f"{chosen} may be slow or fail here: {quick.because}"
     return {"dtype": fp32}, f"the engine computes in fp32: {quick.because}"
 
 
