@@ -22,6 +22,7 @@ from pathlib import Path
 import uv
 
 from corral.engines import PINNED_VERSION
+from corral.engines.locks import HARNESS, VERSIONS
 
 ROOT = Path(__file__).parent.parent
 OUT = ROOT / "src" / "corral" / "data" / "engines"
@@ -74,4 +75,6 @@ if __name__ == "__main__":
     compile_lock(
         OUT / f"cuda-{PINNED_VERSION}.lock", [f"vllm=={PINNED_VERSION}", "gguf", "ray[cgraph]", "cuda-python>=13"], []
     )
+    harness = VERSIONS[HARNESS]
+    compile_lock(OUT / f"{HARNESS}-{harness}.lock", [f"lm-eval=={harness}"], never)
     compile_lock(ROOT / "tools" / "launcher.lock", launcher_requirements(), [])

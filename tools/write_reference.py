@@ -94,6 +94,7 @@ PAGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "addresses": ("Addresses", ("gateway", "proxy", "renew", "tunnel")),
     "using": ("Using a model", ("complete", "chat", "top", "console")),
     "scoring": ("Scoring, embedding, ranking", ("score", "embed", "rerank")),
+    "eval": ("Evaluating", ("eval",)),
     "batch": ("Batches", ("batch",)),
     "bench": ("Measuring", ("bench",)),
     "tune": ("Tuning and simulating", ("tune", "simulate")),

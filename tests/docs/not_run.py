@@ -15,6 +15,7 @@ NOT_RUN = {
     "--through login.cluster": "a login node with a Corral of its own: tests/cluster/test_slurm_view.py",
     "corral gateway llama": "servers of two models: tests/unit/test_gateway_process.py",
     "corral scale llama": "a fleet that runs: tests/unit/test_fleet_gateway.py",
+    "corral eval": "lm-eval's environment: tests/integration/test_default_model.py; tests/unit/test_eval.py",
     "corral renew": "a job of SLURM that runs: tests/cluster/test_slurm_handover.py",
     "#!/bin/bash\n#SBATCH": "a job of SLURM: its Python is run by test_python.py",
 }

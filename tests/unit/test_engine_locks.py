@@ -32,6 +32,14 @@ def test_every_package_has_hashes(flavour: str) -> None:
         assert re.search(r"==\S+.*--hash=sha256:[0-9a-f]{64}", entry), entry
 
 
+def test_lm_eval_is_locked_without_pytorch() -> None:
+    entries = locks.lock_text(locks.HARNESS).replace("\\\n", " ").splitlines()
+    assert f"lm-eval=={locks.VERSIONS[locks.HARNESS]} " in "\n".join(entries)
+    for entry in entries:
+        assert re.search(r"==\S+.*--hash=sha256:[0-9a-f]{64}", entry), entry
+        assert not entry.startswith(("torch", "transformers", "nvidia"))
+
+
 def test_an_engine_nobody_locked_is_answered_with_those_that_are() -> None:
     for flavour, version in (("rocm", "0.32.0"), ("cpu", "0.1.0"), ("../x", "1")):
         with pytest.raises(UsageError, match="there is no engine"):

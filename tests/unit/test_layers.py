@@ -22,7 +22,7 @@ ROOMS = ["cli", "console", "lab", "use", "serve", "deploy", "plan", "engines", "
 # The packages inside a room, from top to bottom; those of one row do not import each other. "." is the room's own
 # modules.
 PARTS: dict[str, list[list[str]]] = {
-    "lab": [["report"], ["tune", "simulate"], ["bench"]],
+    "lab": [["report"], ["tune", "simulate"], ["eval"], ["bench"]],
     "use": [["llm"], ["score"], ["batch"]],
     "serve": [["gateway", "resolve"], ["fleet"], ["."]],
     "deploy": [["lifecycle", "profile"], ["targets"], ["launch"], ["slurm", "transfer", "doctor"], ["deployment"]],

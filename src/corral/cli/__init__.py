@@ -42,6 +42,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "env": ("corral.cli.env:command", "Address and key as environment variables, for `eval`."),
     "batch": ("corral.cli.batch:command", "Run a file of prompts through a model; nothing is lost."),
     "score": ("corral.cli.score:command", "Likelihoods of texts, continuations and choices; resumable."),
+    "eval": ("corral.cli.eval:command", "Tasks of lm-eval on a served model; resumable; two models compared."),
     "embed": ("corral.cli.embed:embed", "Vectors of a file's texts; resumable, also as Parquet."),
     "rerank": ("corral.cli.embed:rerank", "Documents of a file's rows ranked by a query; resumable."),
     "plan": ("corral.cli.plan:command", "Will it fit, how to split it, how fast will it be, and why."),

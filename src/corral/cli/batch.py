@@ -150,7 +150,7 @@ def run(**options: Any) -> int:
 
 def run_rows(options: dict[str, Any], recipe: Any) -> int:
     """Do the rows of a file as a recipe says."""
-    from corral.use.batch.spec import BatchServers, BatchSpec, ModelToStart
+    from corral.use.batch.spec import BatchSpec
 
     spec = BatchSpec(
         input=options["input"],
@@ -164,19 +164,25 @@ def run_rows(options: dict[str, Any], recipe: Any) -> int:
         force=options["force"],
         retry_failed=options["retry_failed"],
     )
-    more = _target_fields(options)
-    model = more.get("model") or options["model"]
-    engine = options["engine"]
+    engine, more = options["engine"], _target_fields(options)
     if engine == "ray-data":
-        _check_ray(options, model, more)
+        _check_ray(options, more.get("model") or options["model"], more)
     replicas = (options["concurrency"] or 1) if engine == "ray-data" else 1
-    start_model = (
-        ModelToStart(model, options["context"], options["fixed"], (), more, engine, replicas) if model else None
-    )
-    servers = BatchServers(
-        options["deployments"], options["urls"], options["key_file"], start_model, options["in_process"]
-    )
+    servers = servers_of(options, more, engine=engine, replicas=replicas)
     return _run(spec, servers, options)
+
+
+def servers_of(options: dict[str, Any], more: dict[str, Any] | None = None, **start: Any) -> Any:
+    """The servers of `server_options`, or the model to start; `more` are the fields of its target."""
+    from corral.use.batch.spec import BatchServers, ModelToStart
+
+    more = _target_fields(options) if more is None else more
+    model = more.get("model") or options["model"]
+    fixed = options["fixed"]
+    start_model = ModelToStart(model, options["context"], fixed, (), more, **start) if model else None
+    return BatchServers(
+        options["deployments"], options["urls"], options["key_file"], start_model, options.get("in_process", False)
+    )
 
 
 @command.command("resume", context_settings=HELP)

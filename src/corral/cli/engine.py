@@ -14,10 +14,11 @@ from corral.cli.help_pages import WholeGroup
 from corral.cli.options import json_option
 from corral.engines import PINNED_VERSION
 from corral.engines import environments as engines
-from corral.engines.locks import FLAVOURS, LockedFor, locked
+from corral.engines.locks import FLAVOURS, HARNESS, VERSIONS, LockedFor, locked
 from corral.lab.report.screen import PhaseScreen, print_json, print_table
 
 FLAVOUR = click.Choice(FLAVOURS)
+INSTALLED = click.Choice(tuple(VERSIONS))
 
 
 @click.group(cls=WholeGroup)
@@ -42,17 +43,20 @@ def list_engines(as_json: bool) -> None:
 
 
 @command.command("install")
-@click.argument("flavour", type=FLAVOUR, required=False)
-@click.option("--version", default=PINNED_VERSION, show_default=True, help="Of vLLM.")
+@click.argument("flavour", type=INSTALLED, required=False)
+@click.option("--version", default="", show_default="the pinned one", help="Version of the engine.")
 @click.option("--into", metavar="conda:NAME", help="Into a conda environment of your own, made if it is not there.")
 @json_option()
 def install(flavour: str | None, version: str, into: str | None, as_json: bool) -> None:
-    """Install an engine, or do nothing when it is there.
+    """Install an engine, or lm-eval for `corral eval`; do nothing when it is there.
 
     With --into (conda:NAME, or conda:/PREFIX) into a conda environment for `--runtime conda`; without a flavour the
     one for GPUs, which login nodes of a cluster mostly lack.
     """
+    version = version or VERSIONS[flavour or "cuda"]
     if into is not None:
+        if flavour == HARNESS:
+            raise UsageError("--into takes an engine, not lm-eval.", f"Name one: {', '.join(FLAVOURS)}.")
         _install_into(into, flavour or "cuda", version, as_json)
         return
     if flavour is None:
@@ -81,7 +85,7 @@ def _install_into(into: str, flavour: str, version: str, as_json: bool) -> None:
 
 @command.command("check")
 @click.argument("flavour", type=FLAVOUR, required=False)
-@click.option("--version", default=PINNED_VERSION, show_default=True, help="Of vLLM.")
+@click.option("--version", default=PINNED_VERSION, show_default=True, help="Version of the engine.")
 @json_option()
 def check(flavour: str | None, version: str, as_json: bool) -> None:
     """Import an engine in its environment and say what it is made of (default: the one that is installed).
@@ -89,7 +93,7 @@ def check(flavour: str | None, version: str, as_json: bool) -> None:
     And for which platforms every file of the engines is locked by its hash; that needs no engine.
     """
     engines_here, rows = engines.installed(), locked()
-    wanted = flavour or (engines_here[0].flavour if engines_here else None)
+    wanted = flavour or next((engine.flavour for engine in engines_here if engine.flavour in FLAVOURS), None)
     versions = _imported(wanted, version, as_json) if wanted else {}
     if as_json:
         print_json({**versions, "locked": rows})
@@ -126,14 +130,15 @@ def _locked_rows(rows: list[LockedFor]) -> list[list[str]]:
 
 
 @command.command("remove")
-@click.argument("flavour", type=FLAVOUR)
-@click.option("--version", default=PINNED_VERSION, show_default=True, help="Of vLLM.")
+@click.argument("flavour", type=INSTALLED)
+@click.option("--version", default="", show_default="the pinned one", help="Version of the engine.")
 @json_option()
 def remove(flavour: str, version: str, as_json: bool) -> None:
     """Delete an engine's environment; refused while a deployment runs from it."""
     from corral.deploy.deployment.state import ENDED
     from corral.deploy.lifecycle.deployments import statuses
 
+    version = version or VERSIONS[flavour]
     for status in statuses():
         if status.engine == f"{flavour}-{version}" and status.state not in ENDED:
             raise ConflictError(

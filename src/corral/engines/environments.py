@@ -34,7 +34,7 @@ from corral.base.record import dump_json, load_json
 from corral.base.shell import Completed, run, stream
 from corral.engines import PINNED_VERSION
 from corral.engines import flags as engine_flags
-from corral.engines.locks import FLAVOURS, lock_text, read_sources, torch_cpu
+from corral.engines.locks import FLAVOURS, HARNESS, lock_text, read_sources, torch_cpu
 
 __all__ = [
     "FLAVOURS",
@@ -51,7 +51,7 @@ __all__ = [
     "version_in",
 ]
 
-NEEDED_GIB = {"cpu": 4, "cuda": 18}
+NEEDED_GIB = {"cpu": 4, "cuda": 18, HARNESS: 2}
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 PLUGIN = "corral_cpu_engine"
 

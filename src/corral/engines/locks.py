@@ -1,4 +1,5 @@
-"""The engines' locks: every package of an engine with its hash, for each platform and Python it runs on.
+"""The engines' locks: every package of an engine with its hash, for each platform and Python it runs on; and that of
+lm-evaluation-harness.
 
 The locks ship with Corral and are resolved by `tools/lock_engines.py`. PyTorch's CPU wheels lie on an index of their
 own and are locked by file (`torch-cpu.json`). Which platforms are locked as a whole was checked against the package
@@ -25,6 +26,8 @@ from corral.base.shell import run
 from corral.engines import PINNED_VERSION
 
 FLAVOURS = ("cpu", "cuda")
+HARNESS = "lm-eval"  # lm-evaluation-harness: no engine, installed as one
+VERSIONS = {**dict.fromkeys(FLAVOURS, PINNED_VERSION), HARNESS: "0.4.13"}
 
 
 @dataclass(frozen=True)
@@ -63,14 +66,13 @@ def _read(name: str) -> str:
     return (resources.files("corral") / "data" / "engines" / name).read_text(encoding="utf-8")
 
 
-def lock_text(flavour: str, version: str = PINNED_VERSION) -> str:
-    """The lock of an engine, as pip reads it."""
+def lock_text(flavour: str, version: str = "") -> str:
+    """The lock of an engine, or of the harness, as pip reads it; without a version the pinned one."""
+    version = version or VERSIONS.get(flavour, "")
     file = resources.files("corral") / "data" / "engines" / f"{flavour}-{version}.lock"
-    if flavour not in FLAVOURS or not file.is_file():
-        raise UsageError(
-            f"there is no engine {flavour}-{version}.",
-            "Known: " + ", ".join(f"{known}-{PINNED_VERSION}" for known in FLAVOURS) + ".",
-        )
+    if flavour not in VERSIONS or not file.is_file():
+        known = ", ".join(f"{name}-{pinned}" for name, pinned in VERSIONS.items())
+        raise UsageError(f"there is no engine {flavour}-{version}.", f"Known: {known}.")
     return file.read_text(encoding="utf-8")
 
 

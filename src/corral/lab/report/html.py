@@ -27,6 +27,7 @@ figcaption{font-size:.9rem;padding:0 4px 4px}svg{display:block;width:100%;height
 th,td{padding:.35em .6em;text-align:right;border-bottom:1px solid var(--line);white-space:nowrap}
 th:first-child,td:first-child{text-align:left}.facts td{white-space:normal;text-align:left;overflow-wrap:anywhere}
 .facts td:first-child{color:var(--dim);width:11em}
+.items td{white-space:pre-wrap;text-align:left;vertical-align:top;overflow-wrap:anywhere}
 @media(max-width:480px){table{font-size:.82rem}th,td{padding:.35em .3em}.facts td:first-child{width:8em}}
 .grid{stroke:var(--line);stroke-width:1}.tick{fill:var(--dim);font-size:12.5px}.axis{fill:var(--fg);font-size:13px}
 polyline{fill:none;stroke-width:2}.c1{stroke:var(--c1);stroke-width:2}.c2{stroke:var(--c2);stroke-width:2}

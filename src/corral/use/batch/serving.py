@@ -31,18 +31,19 @@ class Served:
     facts: dict[str, Any]
     run: Callable[[Assignment, Work, RunnerSettings, Listener, bool], RunSummary]
     names: tuple[str, ...] = ()  # of deployments
+    find: Callable[[], Sequence[ModelServer]] | None = None  # finds or starts the HTTP servers
 
     @classmethod
     def by(
         cls, find: Callable[[], Sequence[ModelServer]], facts: dict[str, Any], names: tuple[str, ...] = ()
     ) -> Served:
         """Served by HTTP servers."""
-        return cls(facts, partial(run_assignment, find), names)
+        return cls(facts, partial(run_assignment, find), names, find)
 
 
 @contextlib.contextmanager
-def served_for(servers: BatchServers, spec: BatchSpec, reporter: Any) -> Iterator[Served]:
-    """The model of a batch, for as long as the batch needs it."""
+def served_for(servers: BatchServers, spec: BatchSpec, reporter: Any, known: str | None = None) -> Iterator[Served]:
+    """The model of a batch, for as long as the batch needs it; `known` is the model of its earlier results."""
     if servers.in_process and (servers.urls or (servers.start_model and servers.start_model.engine == RAY_DATA)):
         other = "--url" if servers.urls else "--engine ray-data"
         raise UsageError(
@@ -50,7 +51,7 @@ def served_for(servers: BatchServers, spec: BatchSpec, reporter: Any) -> Iterato
             "Leave one of them out.",
         )
     if servers.start_model is None:
-        yield _online(servers, spec)
+        yield _online(servers, known or _known_model(spec))
         return
     if servers.deployments or servers.urls:
         raise UsageError("--start starts a model; --deployment and --url use running ones.", "Give one of them.")
@@ -70,8 +71,7 @@ def _on_ray(model: ModelToStart) -> Served:
     return Served({"model": model.model}, partial(run_on_engine, engine, model.model))
 
 
-def _online(servers: BatchServers, spec: BatchSpec) -> Served:
-    known = _known_model(spec)
+def _online(servers: BatchServers, known: str | None) -> Served:
     try:
         found = find_servers(servers.deployments, servers.urls, servers.key_file, known)
     except CorralError as error:

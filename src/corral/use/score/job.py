@@ -7,13 +7,14 @@ is sent, or go to the error file with their reason (`skip_bad`); rows that turn 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
@@ -25,10 +26,10 @@ from corral.client.endpoint import ModelServer
 from corral.use.batch.core.folder import BEFORE, BatchFolder, BatchLock
 from corral.use.batch.core.ledger import Ledger, LedgerEntry
 from corral.use.batch.core.records import FAILED, FINE
-from corral.use.batch.core.run import BatchState, Listener, run_assignment, whole_assignment
+from corral.use.batch.core.run import Assignment, BatchState, Listener, run_assignment, whole_assignment
 from corral.use.batch.core.runner import RowStep, RunnerSettings
 from corral.use.batch.core.table import Table
-from corral.use.batch.input.check import RowProblem, read_problems, scan
+from corral.use.batch.input.check import Readable, RowProblem, read_problems, scan
 from corral.use.batch.input.recipe import Parsed
 from corral.use.batch.input.rows import InputSource, decode_row, open_source, optional
 from corral.use.batch.spec import folder_of
@@ -43,7 +44,7 @@ class ScoreRows:
     text_cells: bool = False  # CSV: every value is text
     kind: str = "scores"
 
-    def settled(self, raw: bytes) -> ScoreRows:
+    def settled(self, raw: bytes) -> Self:
         return self
 
     def read(self, raw: bytes, line: int, models: tuple[str, ...] = ()) -> Parsed:
@@ -166,20 +167,13 @@ def score_file(
 ) -> ScoreReport:
     """Score every row of a file that has no result yet."""
     folder, rows_file = check_paths(source, output)
-    identity = _identity(model, options)
-    if not force and (conflict := _conflict(folder, identity)):
-        raise conflict
-    folder.create()
-    with BatchLock(folder.lock, str(output)) as lock:
-        if force and _conflict(folder, identity):
-            _forget(folder)
-        with heartbeat(lock.path):
-            table, rows = _checked(folder, rows_file, identity, skip_bad)
-        work = ScoreWork(options, table, rows)
-        with whole_assignment(folder, table, lock, listener, first=_bad_rows(folder)) as assignment:
-            ran = run_assignment(lambda: servers, assignment, work, settings, listener, signals)
-            failed = sum(1 for record in assignment.ledger.records() if record.kind == FAILED)
-            totals = summary(_results(assignment.ledger), failed)
+    job = RowsJob(folder, rows_file, _identity(model, options), listener, skip_bad, force)
+    rows = ScoreRows(text_cells=rows_file.format in ("csv", "tsv"))
+    with job.opened(rows) as assignment:
+        work = ScoreWork(options, assignment.table, rows)
+        ran = run_assignment(lambda: servers, assignment, work, settings, listener, signals)
+        failed = sum(1 for record in assignment.ledger.records() if record.kind == FAILED)
+        totals = summary(_results(assignment.ledger), failed)
         if not folder.has_errors:
             folder.errors.unlink(missing_ok=True)
         if not folder.live and ran.done:
@@ -188,6 +182,51 @@ def score_file(
         ran.state, ran.rows, ran.before, ran.fine, ran.failed, ran.left, ran.wall_s, totals, str(output),
         str(folder.errors), ran.repaired,
     )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RowsJob:
+    """A file of rows that is done under a lock, with a ledger; `identity` is what must not change between runs."""
+
+    folder: BatchFolder
+    source: InputSource
+    identity: dict[str, Any]
+    listener: Listener
+    skip_bad: bool = False
+    force: bool = False
+    retry_failed: bool = False
+
+    @contextlib.contextmanager
+    def opened(self, rows: Readable) -> Iterator[Assignment]:
+        """Check the whole input; its rows, with those that have a result."""
+        folder = self.folder
+        if not self.force and (conflict := _conflict(folder, self.identity)):
+            raise conflict
+        folder.create()
+        with BatchLock(folder.lock, str(folder.output)) as lock:
+            if self.force and _conflict(folder, self.identity):
+                _forget(folder)
+            with heartbeat(lock.path):
+                table = self._checked(rows)
+            with whole_assignment(
+                folder, table, lock, self.listener, first=_bad_rows(folder), forget_failed=self.retry_failed
+            ) as assignment:
+                yield assignment
+
+    def _checked(self, rows: Readable) -> Table:
+        """Read the whole input, compare with what was identity before, write down the job; refused, it leaves
+        nothing.
+        """
+        folder = self.folder
+        with folder.nothing_if_refused():
+            if conflict := _conflict(folder, self.identity):  # another process began since
+                raise conflict
+            folder.sweep()
+            scanned = scan(self.source, rows, folder)
+            scanned.problems.settle(self.source, len(scanned.table), self.skip_bad, "score")
+            scanned.problems.put_in_place(folder, scanned.table)
+            write_atomic(folder.spec, json.dumps(self.identity, indent=2) + "\n")
+        return scanned.table
 
 
 def check_paths(source: Path, output: Path) -> tuple[BatchFolder, InputSource]:
@@ -201,17 +240,22 @@ class ScoreWork:
     """Turns rows into the requests that score them, step by step, and replies into lines."""
 
     def __init__(self, options: ScoreOptions, table: Table, rows: ScoreRows) -> None:
-        self._scoring, self._table, self._rows = Scoring(options), table, rows
+        self.scoring, self._table, self._rows = Scoring(options), table, rows
+
+    def steps(self, number: int, raw: bytes) -> Steps[dict[str, Any]]:
+        """The requests of a row, and what its line says then."""
+        score = yield from self.scoring.steps(self._row(number, raw))
+        return score.to_json()
 
     def first_step(self, number: int, raw: bytes) -> RowStep:
-        steps = self._scoring.steps(self._row(number, raw))
+        steps = self.steps(number, raw)
         return RowStep(next(steps), steps)
 
     def result(self, number: int, context: Steps[Any], replies: Sequence[Any]) -> bytes | RowStep:
         try:
             return RowStep(context.send(replies), context)
         except StopIteration as end:
-            return _line({"row": self._table.lines[number], **end.value.to_json()})
+            return _line({"row": self._table.lines[number], **end.value})
 
     def failure(self, number: int, raw: bytes, error: CorralError) -> bytes:
         line = self._table.lines[number]
@@ -231,21 +275,6 @@ def _identity(model: str, options: ScoreOptions) -> dict[str, Any]:
     return {"model": model, **{k: v for k, v in to_json(options).items() if k not in free}}
 
 
-def _checked(
-    folder: BatchFolder, source: InputSource, identity: dict[str, Any], skip_bad: bool
-) -> tuple[Table, ScoreRows]:
-    """Read the whole input, compare with what was identity before, write down the job; refused, it leaves nothing."""
-    with folder.nothing_if_refused():
-        if conflict := _conflict(folder, identity):  # another process began since
-            raise conflict
-        folder.sweep()
-        scanned = scan(source, ScoreRows(text_cells=source.format in ("csv", "tsv")), folder)
-        scanned.problems.settle(source, len(scanned.table), skip_bad, "score")
-        scanned.problems.put_in_place(folder, scanned.table)
-        write_atomic(folder.spec, json.dumps(identity, indent=2) + "\n")
-    return scanned.table, scanned.recipe
-
-
 def _conflict(folder: BatchFolder, identity: dict[str, Any]) -> ConflictError | None:
     """Why an earlier output cannot be continued; None where it can, or there is none."""
     if not folder.spec.exists():
@@ -256,7 +285,7 @@ def _conflict(folder: BatchFolder, identity: dict[str, Any]) -> ConflictError | 
             "Choose another output, or overwrite it: --force",
         )
     before = json.loads(folder.spec.read_text(encoding="utf-8"))
-    if "too_long" not in before:
+    if before.keys() & identity.keys() <= {"model"}:
         return ConflictError(
             f"{folder.output} belongs to a batch.", "Choose another output, or overwrite it: --force"
         )

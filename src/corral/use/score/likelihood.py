@@ -71,6 +71,9 @@ class ScoreRow:
     continuations: tuple[str, ...] = ()
     kind: str = "text"  # text, continuation, choices
     answer: int | None = None
+    special: bool | None = (
+        None  # whether the tokenizer adds its own tokens; None: not to texts, to contexts by option
+    )
 
 
 def read_row(data: Any, number: int) -> ScoreRow:

@@ -85,28 +85,30 @@ class Scoring:
 
     def __init__(self, options: ScoreOptions) -> None:
         self.options = options
+        self.context = 0  # of the model, in tokens
         self._capacity = 0
         self._prefix: tuple[int, ...] | None = None
 
     def steps(self, row: ScoreRow) -> Steps[Score]:
         """The steps of one row; raises what is wrong with it."""
         if self._prefix is None:
-            yield from self._learn()
-        prefix, special = self._prefix or (), self.options.special_tokens
+            yield from self.learn()
+        prefix = self._prefix or ()
+        special = self.options.special_tokens if row.special is None else row.special
         if row.text is not None:
-            [tokens] = yield from self._tokens([(row.text, False)])
+            [tokens] = yield from self.tokens([(row.text, bool(row.special))])
             return Score.of(row, (yield from self._likelihoods(row, [[*prefix, *tokens]], len(prefix))))
         pairs = [split_pair(row.context, continuation) for continuation in row.continuations]
         if not pairs[0][0]:
-            found = yield from self._tokens([(continuation, False) for _, continuation in pairs])
-            wholes = [[*prefix, *tokens] for tokens in found]
+            found = yield from self.tokens([(continuation, False) for _, continuation in pairs])
+            wholes = [tokens if prefix and tokens[:1] == [*prefix] else [*prefix, *tokens] for tokens in found]
             return Score.of(row, (yield from self._likelihoods(row, wholes, len(prefix))))
         texts = [pairs[0][0], *(context + continuation for context, continuation in pairs)]
-        context, *wholes = yield from self._tokens([(text, special) for text in texts])
+        context, *wholes = yield from self.tokens([(text, special) for text in texts])
         wholes = [[*context, *whole[len(context) :]] for whole in wholes]  # "Par" + "is" is not "Paris" there
         return Score.of(row, (yield from self._likelihoods(row, wholes, len(context))))
 
-    def _learn(self) -> Steps[None]:
+    def learn(self) -> Steps[None]:
         """Learn the model's length, and the token before texts."""
         wanted = self.options.prefix
         if wanted == "bos":  # as lm-eval: the first token, or the last one where a model has no first
@@ -114,20 +116,22 @@ class Scoring:
             wanted = _special_token(info)
         named = [] if wanted in ("auto", "none") else [_tokenize(wanted, False)]
         first, *rest = yield [_tokenize("", True), *named]
-        answer = _read_tokens(first)
+        answer = read_tokens(first)
         prefix = answer["tokens"] if wanted == "auto" else []
         if rest:
-            prefix = _read_tokens(rest[0])["tokens"]
+            prefix = read_tokens(rest[0])["tokens"]
             if len(prefix) != 1:
                 raise UsageError(
                     f"the prefix {wanted!r} is {len(prefix)} tokens.", "Give one, such as <|endoftext|>."
                 )
-        self._capacity = min(int(answer["max_model_len"]) - 1, self.options.window or sys.maxsize)
+        self.context = int(answer["max_model_len"])
+        self._capacity = min(self.context - 1, self.options.window or sys.maxsize)
         self._prefix = tuple(prefix)
 
-    def _tokens(self, texts: Sequence[tuple[str, bool]]) -> Steps[list[list[int]]]:
+    def tokens(self, texts: Sequence[tuple[str, bool]]) -> Steps[list[list[int]]]:
+        """The tokens of texts, each with or without those that the tokenizer adds."""
         answers = yield [_tokenize(text, special) for text, special in texts]
-        return [_read_tokens(answer)["tokens"] for answer in answers]
+        return [read_tokens(answer)["tokens"] for answer in answers]
 
     def _likelihoods(self, row: ScoreRow, wholes: Sequence[Sequence[int]], first: int) -> Steps[list[Likelihood]]:
         cuts = [self._cut(row, tokens, first) for tokens in wholes]
@@ -170,7 +174,8 @@ def _tokenize(text: str, special: bool) -> RowRequest:
     return RowRequest("/tokenize", {"prompt": text, "add_special_tokens": special}, page=True)
 
 
-def _read_tokens(page: Page) -> dict[str, Any]:
+def read_tokens(page: Page) -> dict[str, Any]:
+    """What `/tokenize` answered."""
     try:
         found: dict[str, Any] = page.json()
         return {"tokens": list(found["tokens"]), "max_model_len": found["max_model_len"]}
