@@ -2,8 +2,9 @@
 
     benchmarks/model_kv.py ENGINE_PYTHON [NAME…]
 
-Configs of the catalogue are cut to a few layers and experts and a small vocabulary; what a layer keeps of a token
-stays as it is. vLLM gets one GiB for its cache, and its log says how many tokens that holds.
+Configs of the catalogue, and of families in `tests/data/family_counts.json`, are cut to a few layers and experts and
+a small vocabulary; what a layer of the catalogue keeps of a token stays as it is. vLLM gets one GiB for its cache,
+and its log says how many tokens that holds.
 """
 
 from __future__ import annotations
@@ -46,7 +47,25 @@ CUTS: dict[str, dict[str, Any]] = {
         "vocab_size": 2048, "num_hidden_layers": 8, "hybrid_override_pattern": "M-M*-M-*", "hidden_size": 1024,
         "intermediate_size": 2048, "mamba_num_heads": 32, "num_attention_heads": 16, "num_key_value_heads": 8,
     },
+    "exaone4": {**FEW, "hidden_size": 1024, "intermediate_size": 1024, "num_attention_heads": 16,
+                "num_key_value_heads": 4, "sliding_window": 512, "num_hidden_layers": 8,
+                "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 2},
+    "gemma3_text": {"vocab_size": 2048, "hidden_size": 1024, "intermediate_size": 1024, "sliding_window": 512,
+                    "head_dim": 256, "num_hidden_layers": 12,
+                    "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 2},
+    "jamba": {**FEW, "hidden_size": 1024, "intermediate_size": 1024, "num_experts": 4, "num_hidden_layers": 8,
+              "attn_layer_period": 4, "attn_layer_offset": 2, "num_attention_heads": 16, "num_key_value_heads": 8,
+              "mamba_dt_rank": 64},
+    "falcon_h1": {"vocab_size": 2048, "hidden_size": 1024, "intermediate_size": 1024, "num_attention_heads": 16,
+                  "num_key_value_heads": 4, "head_dim": 64, "num_hidden_layers": 4, "mamba_n_heads": 32,
+                  "mamba_d_head": 32, "mamba_d_state": 64, "mamba_n_groups": 1},
+    "lfm2": {"vocab_size": 2048, "hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 8,
+             "intermediate_size": 1024, "num_hidden_layers": 6},
+    "granitemoehybrid": {**FEW, "hidden_size": 1024, "intermediate_size": 512, "shared_intermediate_size": 512,
+                         "num_local_experts": 4, "num_attention_heads": 16, "num_key_value_heads": 4,
+                         "mamba_n_heads": 32, "mamba_d_head": 64, "mamba_n_groups": 1},
 }  # fmt: skip
+FAMILIES = Path(__file__).parent.parent / "tests/data/family_counts.json"
 START = """
 import os, sys
 from vllm import LLM
@@ -58,8 +77,13 @@ os._exit(0)
 
 def config_of(name: str) -> dict[str, Any]:
     entry = catalogue.find(name)
-    assert entry is not None, name
-    config = {**entry.config, **CUTS[name]}
+    if entry is None:  # a family
+        rows = json.loads(FAMILIES.read_text(encoding="utf-8"))["families"]
+        configs = next(row["configs"] for row in rows if row["family"] == name)
+        base = {key: value for key, value in configs[1][0].items() if key != "time_step_limit"}
+    else:
+        base = dict(entry.config)
+    config = {**base, **CUTS[name]}
     config.pop("quantization_config", None)  # experts in bf16: only the cache is compared
     return config
 

@@ -134,7 +134,7 @@ def test_layers_that_only_speculation_loads_do_not_count() -> None:
 @pytest.mark.parametrize(
     "change",
     [{"kda_state_size": 64}, {"linear_attn_config": {"kda_layers": [1]}}, {"layer_types": ["spiral"] * 36},
-     {"hidden_act": "xielu", "model_type": "apertus"}, {"vision_config": {"model_type": "eye"}}],
+     {"hidden_act": "xielu", "model_type": "new"}, {"vision_config": {"model_type": "eye"}}],
 )  # fmt: skip
 def test_what_is_not_understood_never_fits(change: dict[str, Any], tmp_path: Path, corral: Corral) -> None:
     row = next(row for row in ROWS if row["name"] == "qwen3-8b")
@@ -158,13 +158,13 @@ PLAIN = {
 NOT_UNDERSTOOD: dict[str, dict[str, Any]] = {
     "Kimi Linear": {"linear_attn_config": {"kda_layers": [1], "head_dim": 128}, "kv_lora_rank": 512,
                     "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
-    "Jamba": {"attn_layer_period": 8, "expert_layer_period": 2, "mamba_d_state": 16, "num_experts": 16},
+    "Jamba, half": {"attn_layer_period": 8, "expert_layer_period": 2, "mamba_d_state": 16, "num_experts": 16},
     "StarCoder 2": {"hidden_act": "gelu_pytorch_tanh"},
     "Llama 3.2 Vision": {"cross_attention_layers": [1, 3]},
-    "Hunyuan": {"num_experts": 64, "moe_intermediate_size": [3072] * 4},
-    "LFM 2": {"layer_types": ["conv"] * 3 + ["full_attention"], "conv_L_cache": 3},
-    "ERNIE 4.5": {"moe_num_experts": 64, "moe_k": 6},
-    "GPT-2": {"hidden_size": None, "n_embd": 768},
+    "Zamba 2": {"layers_block_type": ["mamba", "hybrid"] * 2, "n_mamba_heads": 2, "mamba_d_state": 64},
+    "RecurrentGemma": {"block_types": ["recurrent", "attention"], "lru_width": 2560, "conv1d_width": 4},
+    "HY 4": {"hc_mult": 4, "hc_magnitude": 2.0},
+    "JetMoE": {"kv_channels": 128, "num_local_experts": 8},
 }  # fmt: skip
 
 

@@ -21,10 +21,12 @@ from corral.plan.models.layers import (
     Attention,
     Cache,
     Compressed,
+    DeltaAttention,
     Experts,
     Latent,
     LinearAttention,
     Mamba,
+    Mamba1,
     ModelLayer,
     Module,
     Parts,
@@ -72,7 +74,8 @@ class Shape:
     head: int
     quantisation: Quantisation
     encoder: bool
-    rows: int  # of the table of embeddings, positions where they are learned among them
+    tables: int  # parameters of the table of embeddings, and of those beside it
+    around: int  # parameters of norms and matrices before and after the layers
     problem: str = ""  # why it cannot be counted
 
     @property
@@ -95,6 +98,8 @@ def read_shape(config: Mapping[str, Any], where: str) -> Shape:
     inner = next((config[name] for name in _INNER if isinstance(config.get(name), Mapping)), None)
     towers = {name: config[name] for name in _TOWERS if isinstance(config.get(name), Mapping)}
     if inner is not None:
+        if "patch_size" in config and not towers:
+            raise uncounted(where, "it reads pictures, and does not say how large the part is that does")
         config = {**{k: config[k] for k in _OUTER if k in config}, **inner}
     fields = Fields(config, where)
     family = str(fields.get("model_type", "")) or "unknown"
@@ -109,9 +114,14 @@ def read_shape(config: Mapping[str, Any], where: str) -> Shape:
 
 def _read(fields: Fields, family: str, towers: Mapping[str, Mapping[str, Any]]) -> Shape:
     rules = FAMILIES.get(family, Family())
-    heads = fields.whole("num_attention_heads", most=4096)
     hidden = fields.whole("hidden_size", most=1 << 20)
-    count = fields.whole("num_hidden_layers", most=MOST_LAYERS)
+    blocks = fields.get("layers_block_type")
+    count = fields.whole(
+        "num_hidden_layers", len(blocks) if isinstance(blocks, list) and blocks else None, MOST_LAYERS
+    )
+    first = fields.of_layer(0)
+    channels = first.first("num_heads", most=1 << 16) or first.first("expand", most=64) * hidden
+    heads = first.whole("num_attention_heads", channels if "ssm_state_size" in first.values else None, 1 << 16)
     architectures = fields.get("architectures") or ["unknown"]
     if not isinstance(architectures, list) or not isinstance(architectures[0], str):
         raise wrong(fields.where, "architectures", architectures, "a list of names")
@@ -122,18 +132,19 @@ def _read(fields: Fields, family: str, towers: Mapping[str, Mapping[str, Any]]) 
     vocab = fields.whole("vocab_size")
     reader = Reader(fields, rules, hidden, count)
     layers, drafting, tower, problem = _layers(reader, towers)
+    table, around = reader.around()
     tied = fields.flag("tie_word_embeddings", rules.tied)
     encoder = is_encoder(fields)
     head = 0 if tied or encoder else vocab * hidden
     main = _attention_of(layers, heads, hidden)
     return Shape(
         architecture=str(architectures[0]), family=family, hidden=hidden,
-        intermediate=fields.first("intermediate_size") or fields.first("moe_intermediate_size") or 4 * hidden,
+        intermediate=first.first("intermediate_size") or first.first("moe_intermediate_size") or 4 * hidden,
         heads=heads, kv_heads=main[0], head_dim=main[1], vocab=vocab, max_context=_context(fields),
         tied=tied, dtype=_DTYPE_NAMES.get(dtype, "bf16"), layers=tuple(layers), drafting=tuple(drafting), tower=tower,
         head=head + (vocab if fields.flag("lm_head_bias") or rules.head_bias else 0),
         quantisation=read_quantisation(quant, fields.where, str(fields.get("expert_dtype", ""))),
-        encoder=encoder, rows=vocab + (_learned(fields) if encoder else 0), problem=problem or _unread(fields),
+        encoder=encoder, tables=vocab * hidden + table, around=around, problem=problem or _unread(fields),
     )  # fmt: skip
 
 
@@ -165,28 +176,27 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
 
 # fields that a config may have beside those that decide, because they follow from them or are of no use to it
 _FOLLOW = {
-    "attention_bias", "attention_chunk_size", "chunk_size", "decoder_sparse_step", "expand", "experts_per_token",
-    "first_k_dense_replace", "full_attention_interval", "head_dim", "intermediate_size", "intermediate_size_mlp",
-    "interleave_moe_layer_step", "layer_types", "mamba_chunk_size", "mamba_conv_bias", "mamba_expand", "mlp_bias",
-    "moe_intermediate_size", "moe_layer_freq", "moe_layers", "mtp_transformer_layers", "num_key_value_heads",
-    "qk_head_dim", "qk_rope_head_dim", "shared_intermediate_size", "sliding_window", "time_step_rank",
-    "use_conv_bias", "use_sliding_window",
+    "add_full_attention_sink_bias", "add_swa_attention_sink_bias", "attention_bias", "attention_chunk_size",
+    "attention_out_bias", "block_auto_adjust_ff_dim", "block_multiple_of", "chunk_size", "conv_L_cache",
+    "conv_bias", "decoder_sparse_step", "dense_intermediate_size", "expand", "first_k_dense_replace",
+    "full_attention_interval", "head_dim", "interleave_moe_layer_step", "intermediate_size", "layer_types",
+    "mamba_chunk_size", "mamba_conv_bias", "mamba_proj_bias", "mlp_bias", "moe_intermediate_size",
+    "moe_layer_freq", "moe_layers", "mtp_transformer_layers", "num_experts_per_tok", "num_key_value_heads",
+    "prefix_dense_sliding_window_pattern", "projectors_bias", "qk_head_dim", "qk_rope_head_dim",
+    "shared_intermediate_size", "sliding_window", "sliding_window_pattern", "time_step_rank", "use_conv_bias",
+    "use_sliding_window",
 }  # fmt: skip
 
 
 def _unread(fields: Fields) -> str:
+    if fields.get("word_embed_proj_dim") not in (None, fields.get("hidden_size")):
+        return "its word_embed_proj_dim is not its hidden_size"
     if not fields.first("hidden_size_per_layer_input"):
         fields.read.add("vocab_size_per_layer_input")
     unread = [name for name in fields.unread() if name not in _FOLLOW]
     if not unread:
         return ""
     return f"Corral does not know what {', '.join(unread[:4])}{' and others' * (len(unread) > 4)} mean for its size"
-
-
-def _learned(fields: Fields) -> int:
-    """Rows of an encoder's tables of positions and of kinds of text; one of ModernBERT's rotates instead."""
-    rotates = fields.get("rope_theta") is not None or fields.get("global_rope_theta") is not None
-    return 0 if rotates else fields.first("max_position_embeddings") + fields.first("type_vocab_size")
 
 
 def _attention_of(layers: list[ModelLayer], heads: int, hidden: int) -> tuple[int, int]:
@@ -220,12 +230,16 @@ def divided(shape: Shape) -> tuple[Divided, ...]:
     """What tensor ranks must divide, each number once."""
     found: dict[Divided, None] = {}
     for layer in dict.fromkeys(shape.layers):
-        mixer = layer.mixer
+        mixer = layer.beside if isinstance(layer.beside, Mamba) else layer.mixer
         if isinstance(mixer, LinearAttention):
             found[Divided("key heads of linear attention", mixer.key_heads, "heads")] = None
             found[Divided("value heads of linear attention", mixer.value_heads, "heads")] = None
         elif isinstance(mixer, Mamba):
             found[Divided("Mamba heads", mixer.heads, "heads")] = None
+        elif isinstance(mixer, DeltaAttention):
+            found[Divided("heads of linear attention", mixer.heads, "heads")] = None
+        elif isinstance(mixer, Mamba1):
+            found[Divided("Mamba channels", mixer.inner, "heads")] = None
         elif isinstance(mixer, Compressed):
             found[Divided("groups of output projections", mixer.out_groups, "heads")] = None
         if layer.dense is not None:
@@ -239,10 +253,9 @@ def divided(shape: Shape) -> tuple[Divided, ...]:
 
 def count(shape: Shape) -> Parts:
     """Parameters part by part."""
-    rules = FAMILIES.get(shape.family, Family())
     sums = count_layers(shape.layers, shape.hidden)
-    sums["small"] += shape.hidden * (2 if rules.norm_bias else 1)
-    return Parts(**{**sums, "embedding": shape.rows * shape.hidden, "head": shape.head, "tower": shape.tower})
+    sums["small"] += shape.around
+    return Parts(**{**sums, "embedding": shape.tables, "head": shape.head, "tower": shape.tower})
 
 
 def active(shape: Shape, counted: Parts) -> int:

@@ -36,25 +36,89 @@ def parse_config(text: bytes | str, where: str) -> dict[str, Any]:
 # names that speak of structure; what else a config has (training, sampling, tokens) decides no size
 _STRUCTURE = re.compile(
     r"^num_|_num|layers?($|_)|size|_dim|rank|heads?($|_)|expert|state|conv|ssm|mamba|lora|latent|config$|kernel"
-    r"|pattern|expand|width|moe|block|depth|groups|dense|attn|attention|mlp|ffn|ratio|window|shared?_|_share|rnn|lightning|compress"
+    r"|pattern|expand|width|moe|block|depth|groups|dense|attn|attention|mlp|ffn|ratio|window|shared?_|_share|rnn|lightning|compress|^hc_|channels"
 )
 # names that match and decide no size here: training, sampling, numerics, tokens, or what follows from other fields
 _HARMLESS = re.compile(
     r"dropout|router|scoring|routed_scaling|swiglu|softcap|logit|_loss|loss_|beam|length|return|penalty|ngram|_token"
     r"|position_embeddings|rope|rotary|_eps(_|$)|_std|init|clip|max_window_layers|use_cache|pretraining_tp|ep_size|_dtype"
     r"|chunk_size_feed_forward|group_size$|vision_|video_|image_|audio_|hash_layers|mamba_hidden_act|_kernels"
-    r"|mscale|temperature|scal(e|ing)|floor_scale|attn_implementation|is_decoder|tie_|use_mtp|_overlap|keys_to|merge"
+    r"|mscale|temperature|scal(e|ing|ar)|floor_scale|attn_implementation|is_decoder|tie_|use_mtp|_overlap|keys_to|merge"
     r"|num_labels|topk_group|n_group$|num_expert_group|num_limited_groups|layer_norm|residual|pad_|token_type|summary|classifier"
-    r"|max_batch|decoder_start|bidirectional|training|type_vocab_size|final_layer|router|quant"
+    r"|max_batch|decoder_start|bidirectional|training|type_vocab_size|final_layer|router|quant|fp32|sinkhorn|multiplier|before_gate|sparsity"
+    r"|relative_attention"
 )
+
+
+# other names of one field
+_NAMES: Mapping[str, tuple[str, ...]] = {
+    "hidden_size": ("n_embd", "d_model"),
+    "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
+    "num_attention_heads": ("n_head", "n_heads"),
+    "num_key_value_heads": ("num_kv_heads", "kv_n_heads"),
+    "intermediate_size": ("n_inner", "ffn_dim", "ffn_hidden_size", "block_ff_dim"),
+    "dense_intermediate_size": ("prefix_dense_intermediate_size", "intermediate_size_mlp"),
+    "hidden_act": ("hidden_activation", "activation_function", "activation"),
+    "max_position_embeddings": ("n_positions", "max_seq_len", "model_max_length"),
+    "n_routed_experts": ("num_experts", "num_local_experts", "moe_num_experts"),
+    "num_experts_per_tok": (
+        "num_experts_per_token", "experts_per_token", "top_k_experts", "moe_topk", "moe_top_k", "moe_k",
+    ),
+    "moe_intermediate_size": ("expert_ffn_hidden_size",),
+    "n_shared_experts": ("num_shared_experts", "moe_num_shared_experts", "num_shared_expert"),
+    "first_k_dense_replace": ("num_dense_layers", "moe_layer_start_index"),
+    "mamba_num_heads": ("mamba_n_heads",), "mamba_head_dim": ("mamba_d_head",),
+    "ssm_state_size": ("mamba_d_state", "state_size"), "conv_kernel": ("mamba_d_conv",),
+    "n_groups": ("mamba_n_groups",), "expand": ("mamba_expand",), "time_step_rank": ("mamba_dt_rank",),
+    "sliding_window": ("local_attention", "sliding_window_size"),
+    "sliding_window_pattern": ("_sliding_window_pattern", "global_attn_every_n_layers"),
+    "tie_word_embeddings": ("tie_embedding",),
+}  # fmt: skip
+_NESTED = ("attn_config", "ffn_config", "sparse_attention_config")  # groups of fields
+# fields that may hold one number for each layer
+_BY_LAYER = (
+    "num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size", "num_experts_per_tok",
+    "n_shared_experts",
+)  # fmt: skip
+
+
+def _with_one_name(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields under one name each; of two that differ, both stay."""
+    found = dict(values)
+    for group in _NESTED:
+        inner = found.get(group)
+        if isinstance(inner, Mapping):
+            found = {**inner, **found}
+            del found[group]
+    if isinstance(found.get("num_attention_heads_per_layer"), list):
+        found["num_attention_heads"] = found.pop("num_attention_heads_per_layer")
+    for name, others in _NAMES.items():
+        for other in others:
+            if other in found and found.get(name) in (None, found[other]):
+                found[name] = found.pop(other)
+    return found
 
 
 class Fields:
     """A config's fields; `where` names the model in messages."""
 
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
-        self.values, self.where = values, where
+        self.values, self.where = _with_one_name(values), where
         self.read: set[str] = set()
+
+    def of_layer(self, index: int) -> Fields:
+        """The fields of one layer, where some are given for each by itself."""
+        lists = {name: self.values[name] for name in _BY_LAYER if isinstance(self.values.get(name), list)}
+        own = {name: value[index] for name, value in lists.items() if index < len(value)}
+        rows = self.get("per_layer_config")
+        if isinstance(rows, Mapping):
+            found = [row for key, row in rows.items() if str(key).isdecimal() and int(key) == index]
+            own.update(*(_with_one_name(row) for row in found[:1] if isinstance(row, Mapping)))
+        if not own:
+            return self
+        fields = Fields({**self.values, **own}, self.where)
+        fields.read = self.read
+        return fields
 
     def get(self, name: str, default: Any = None) -> Any:
         """Whatever the field holds; null is as if it were not there."""
@@ -84,6 +148,13 @@ class Fields:
 
     def flag(self, name: str, default: bool = False) -> bool:
         return bool(self.get(name, default))
+
+    def ratio(self, name: str) -> float:
+        """A factor; 1 where there is none."""
+        value = self.get(name, 1.0)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 100:
+            raise wrong(self.where, name, value, "a number below 100")
+        return value
 
     def names(self, name: str) -> list[str]:
         """A list of words; empty where there is none."""

@@ -1,9 +1,9 @@
 """The layers of a model as parts that can be counted: matrices with the name they have in a checkpoint, and caches.
 
-A layer is a mixer (attention with key-value heads, a latent of MLA, linear attention, Mamba) and a feed-forward part
-(dense, experts, both, none). Each knows its matrices and what it keeps: so many numbers for each token, for the
-tokens of a window, or a state for each sequence. Where a matrix lies says `part`, a field of `Parts`; how it is
-stored is the business of `quantisation`, which goes by names.
+A layer is a mixer (attention with key-value heads, a latent of MLA, linear attention, Mamba, a convolution), or two
+side by side, and a feed-forward part (dense, experts, both, none). Each knows its matrices and what it keeps: so many
+numbers for each token, for the tokens of a window, or a state for each sequence. Where a matrix lies says `part`, a
+field of `Parts`; how it is stored is the business of `quantisation`, which goes by names.
 """
 
 from __future__ import annotations
@@ -86,24 +86,34 @@ class Attention:
     bias: bool = False
     out_bias: bool = False
     qk_norm: int = 0  # numbers of both scales
-    gate: bool = False  # queries carry a gate of their own size
+    gate: int = 0  # numbers that gate the output
     shared_kv: bool = False  # values are the keys: one matrix
-    keeps: bool = True  # whether it has a cache of its own
+    keeps: bool = True  # whether it has keys, values and a cache of its own
     sinks: bool = False
+    value_dim: int = 0  # of a head; 0: as of the keys
+    index_heads: int = 0
+    index_dim: int = 0
 
     def modules(self, hidden: int) -> Iterator[Module]:
-        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        yield Module("self_attn.q_proj", hidden * queries * (2 if self.gate else 1), "query_output")
+        value = self.value_dim or self.head_dim
+        queries = self.heads * self.head_dim
+        keys, values = (self.kv_heads * one if self.keeps else 0 for one in (self.head_dim, value))
+        yield Module("self_attn.q_proj", hidden * (queries + self.gate), "query_output")
         yield Module("self_attn.k_proj", hidden * keys, "key_value")
         if not self.shared_kv:
-            yield Module("self_attn.v_proj", hidden * keys, "key_value")
-        yield Module("self_attn.o_proj", queries * hidden, "query_output")
-        small = self.qk_norm + (queries + 2 * keys if self.bias else 0) + (hidden if self.out_bias else 0)
+            yield Module("self_attn.v_proj", hidden * values, "key_value")
+        yield Module("self_attn.o_proj", self.heads * value * hidden, "query_output")
+        small = self.qk_norm + (queries + keys + values if self.bias else 0) + (hidden if self.out_bias else 0)
         yield Module("self_attn.small", small + (self.heads if self.sinks else 0), "small", False)
+        if self.index_heads:
+            yield Module("self_attn.indexer", hidden * (self.index_heads + 1) * self.index_dim, "copied")
+            yield Module("self_attn.indexer.norms", 2 * self.index_dim, "small", False)
 
     def caches(self) -> Iterator[Cache]:
         if self.keeps:
-            yield Cache(self.kind, 1, self.kv_heads, 2 * self.head_dim, self.window)
+            yield Cache(self.kind, 1, self.kv_heads, self.head_dim + (self.value_dim or self.head_dim), self.window)
+        if self.index_heads:
+            yield Cache("index", 1, 1, self.index_dim, element_bytes=2)
 
 
 @dataclass(frozen=True)
@@ -172,11 +182,12 @@ class Compressed:
         yield Module("attn.small", self.query_rank + self.head_dim + self.heads, "small", False)
         overlap = 2 if self._indexed else 1
         if self.ratio:
-            yield Module("attn.compressor", 2 * overlap * hidden * self.head_dim, "copied", False)
+            yield Module("attn.compressor", overlap * (2 * hidden + self.ratio) * self.head_dim, "copied", False)
         if self._indexed:
             yield Module("attn.indexer.wq_b", self.query_rank * self.index_heads * self.index_dim, "copied")
             yield Module("attn.indexer.weights_proj", hidden * self.index_heads, "copied", False)
-            yield Module("attn.indexer.compressor", 2 * overlap * hidden * self.index_dim, "copied", False)
+            wide = overlap * (2 * hidden + self.ratio) * self.index_dim
+            yield Module("attn.indexer.compressor", wide, "copied", False)
 
     @property
     def _indexed(self) -> bool:
@@ -221,6 +232,66 @@ class LinearAttention:
 
 
 @dataclass(frozen=True)
+class DeltaAttention:
+    """Kimi's linear attention: the gated delta rule with a decay for each channel."""
+
+    heads: int
+    head_dim: int
+    kernel: int
+
+    def modules(self, hidden: int) -> Iterator[Module]:
+        wide = self.heads * self.head_dim
+        yield Module("self_attn.qkv_proj", 3 * hidden * wide, "mixer")
+        yield Module("self_attn.o_proj", wide * hidden, "mixer")
+        gates = 2 * self.head_dim * (hidden + wide) + hidden * self.heads
+        yield Module("self_attn.gates", gates, "mixer", False)
+        yield Module("self_attn.small", 3 * wide * self.kernel + wide + self.heads + self.head_dim, "small", False)
+
+    def caches(self) -> Iterator[Cache]:
+        wide = self.heads * self.head_dim
+        state = 2 * (self.kernel - 1) * 3 * wide + 4 * wide * self.head_dim
+        yield Cache("state", 1, state_bytes=state, copies=2)
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """A short convolution between two gates, as in LFM2: it keeps the last inputs."""
+
+    kernel: int
+    width: int
+
+    def modules(self, hidden: int) -> Iterator[Module]:
+        yield Module("conv.in_proj", 3 * hidden * self.width, "mixer")
+        yield Module("conv.out_proj", self.width * hidden, "mixer")
+        yield Module("conv.small", self.kernel * self.width, "small", False)
+
+    def caches(self) -> Iterator[Cache]:
+        yield Cache("state", 1, state_bytes=2 * (self.kernel - 1) * self.width, copies=2)
+
+
+@dataclass(frozen=True)
+class Mamba1:
+    """Mamba of the first kind: a state for each channel of its inner width."""
+
+    inner: int
+    state: int
+    rank: int  # of the step's projection
+    kernel: int
+    norms: bool = False
+
+    def modules(self, hidden: int) -> Iterator[Module]:
+        yield Module("mixer.in_proj", 2 * hidden * self.inner, "mixer")
+        yield Module("mixer.x_proj", self.inner * (self.rank + 2 * self.state), "mixer")
+        yield Module("mixer.dt_proj", self.rank * self.inner, "mixer")
+        yield Module("mixer.out_proj", self.inner * hidden, "mixer")
+        small = self.inner * (self.kernel + 3 + self.state) + (self.rank + 2 * self.state if self.norms else 0)
+        yield Module("mixer.small", small, "small", False)
+
+    def caches(self) -> Iterator[Cache]:
+        yield Cache("state", 1, state_bytes=2 * self.inner * (self.kernel - 1 + self.state), copies=2)
+
+
+@dataclass(frozen=True)
 class Mamba:
     """Mamba 2: a state of heads × head_dim × state, and the last inputs of a convolution."""
 
@@ -230,6 +301,7 @@ class Mamba:
     state: int
     kernel: int
     state_element: int
+    norm: bool = True
 
     @property
     def _conv(self) -> int:
@@ -239,7 +311,8 @@ class Mamba:
         inner = self.heads * self.head_dim
         yield Module("mixer.in_proj", hidden * (inner + self._conv + self.heads), "mixer")
         yield Module("mixer.out_proj", inner * hidden, "mixer")
-        yield Module("mixer.small", self._conv * (self.kernel + 1) + 3 * self.heads + inner, "small", False)
+        small = self._conv * (self.kernel + 1) + 3 * self.heads + (inner if self.norm else 0)
+        yield Module("mixer.small", small, "small", False)
 
     def caches(self) -> Iterator[Cache]:
         conv = 2 * (self.kernel - 1) * self._conv
@@ -247,7 +320,7 @@ class Mamba:
         yield Cache("state", 1, state_bytes=conv + state, copies=3)  # one more where a prefill stops
 
 
-Mixer = Attention | Latent | Compressed | LinearAttention | Mamba
+Mixer = Attention | Latent | Compressed | LinearAttention | DeltaAttention | Convolution | Mamba1 | Mamba
 
 
 @dataclass(frozen=True)
@@ -304,12 +377,15 @@ class ModelLayer:
     experts: Experts | None = None
     norms: int = 2
     norm_bias: bool = False
+    beside: Mixer | None = None  # a second mixer
+    more: int = 0  # parameters that every tensor rank has: gates of a layer's own input, connections between layers
 
     def modules(self, hidden: int) -> Iterator[Module]:
-        for part in (self.mixer, self.dense, self.experts):
+        for part in (self.mixer, self.beside, self.dense, self.experts):
             if part is not None:
                 yield from part.modules(hidden)
         yield Module("norms", self.norms * hidden * (2 if self.norm_bias else 1), "small", False)
+        yield Module("more", self.more, "copied", False)
 
 
 def count_layers(layers: Iterable[ModelLayer], hidden: int) -> Counter[str]:
@@ -325,5 +401,6 @@ def caches_of(layers: Iterable[ModelLayer]) -> tuple[Cache, ...]:
     """What all layers keep, one row for each kind."""
     kinds: Counter[Cache] = Counter()
     for layer in layers:
-        kinds.update(layer.mixer.caches() if layer.mixer is not None else ())
+        for mixer in (layer.mixer, layer.beside):
+            kinds.update(mixer.caches() if mixer is not None else ())
     return tuple(Cache(**{**vars(one), "layers": number}) for one, number in kinds.items())
