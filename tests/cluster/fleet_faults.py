@@ -1,10 +1,11 @@
-"""A fleet on hosts with real sshd under 64 streams: what breaks, and what clients notice. As root.
+"""A fleet under 64 streams: what breaks, when it is noticed and mended, and what clients notice. As root.
 
-    python -m tests.cluster.fleet_faults [--only WORD]...
+    python -m tests.cluster.fleet_faults [ssh] [slurm] [--only WORD]...
 
-Four hosts have a member each, a stand-in engine behind the real guard; the gateway and 64 clients, who ask again
-as soon as they have their answer, are on the machine that reaches the hosts by ssh. A request fails *before
-its first byte*, which must not happen, or is *cut* after it, which the loss of a server cannot but do.
+Four hosts with real sshd, or a SLURM cluster of three nodes, have the members, each a stand-in engine behind the real
+guard; 64 clients ask again as soon as they have their answer. A request fails *before its first byte*, which must not
+happen while a gateway is there, or is *cut* after it, which the loss of a server cannot but do. A fault is noticed
+when `corral status` tells of it, or the gateway calls the member hung; it is mended when all members are ready again.
 """
 
 from __future__ import annotations
@@ -28,14 +29,17 @@ from typing import Any
 from corral.client.client import CHAT, Client, run
 from corral.client.endpoint import Endpoint
 from corral.client.errors import RequestError
-from tests.cluster.test_slurm_handover import ENGINE
+from tests.cluster.test_slurm_handover import ENGINE, SMALL
+from tests.conftest import ROOT
 from tests.stand_in import install_stand_in
 from tests.testbed.hosts import Hosts
+from tests.testbed.slurm import Slurm
 from tests.tiny_llama import make_tiny_llama
 from tests.until import free_port, until
 
 NODES = ("n1", "n2", "n3", "n4")
 STREAMS, TOKENS, ITL_MS = 64, 12, 40
+PATIENCE_S = 240.0
 
 
 @dataclass
@@ -45,6 +49,8 @@ class Herd:
     hosts: Hosts
     env: dict[str, str]
     model: Path
+    members: int = len(NODES)
+    where: tuple[str, ...] = ("--hosts", ",".join(NODES))
 
     def corral(self, *words: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "corral", *words]
@@ -56,7 +62,7 @@ class Herd:
 
     def up(self) -> Endpoint:
         done = self.corral(
-            "up", str(self.model), "--name", "herd", "--replicas", str(len(NODES)), "--hosts", ",".join(NODES),
+            "up", str(self.model), "--name", "herd", "--replicas", str(self.members), *self.where,
             "--env", f"STREAM_TOKENS={TOKENS}", "--env", f"STREAM_ITL_MS={ITL_MS}", "--env", "LOAD_S=0.2", "--json",
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
@@ -76,6 +82,10 @@ class Herd:
     def is_whole(self, count: int) -> bool:
         return sorted(self.states().values()) == ["ready"] * count
 
+    def is_well(self) -> bool:
+        """All members are ready, and the gateway calls none hung."""
+        return self.is_whole(self.members) and "hung" not in json.dumps(loads(self))
+
     def host_of(self, member: str) -> str:
         record = json.loads((self.folder / "deployments" / member / "deployment.json").read_text())
         return next(host for host in NODES if f'"{host}"' in json.dumps(record))
@@ -87,6 +97,18 @@ class Herd:
     def engine(self, host: str) -> int:
         return next(pid for pid, line in self.hosts.processes(host) if ENGINE.name in line)
 
+    def kill_on(self, host: str, word: str) -> None:
+        for pid in [pid for pid, line in self.hosts.processes(host) if word in line]:
+            os.kill(pid, signal.SIGKILL)
+
+    def kill(self, words: str) -> None:
+        """Of its own processes, those with these words in their command line, wherever its user sits."""
+        for path in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                ours = f"CORRAL_HOME={self.folder}".encode() in (path / "environ").read_bytes()
+                if ours and words.encode() in (path / "cmdline").read_bytes():
+                    os.kill(int(path.name), signal.SIGKILL)
+
     def gateways(self) -> dict[int, int]:
         """The processes of its gateways, by port."""
         found = {}
@@ -95,6 +117,39 @@ class Herd:
             if told.get("holder"):
                 found[int(told["port"])] = int(told["holder"]["pid"])
         return found
+
+
+@dataclass
+class SlurmHerd(Herd):
+    """The same as jobs; its user sits on the login host."""
+
+    slurm: Slurm = field(kw_only=True)
+
+    def corral(self, *words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "corral", *words]
+        return self.hosts.exec("login", command, env=self.env, check=False, timeout=PATIENCE_S)
+
+    def job(self, member: str) -> str:
+        return str(json.loads((self.folder / "deployments" / member / "job.json").read_text())["id"])
+
+    def cancel(self, member: str) -> None:
+        self.slurm.run("scancel", self.job(member))
+
+    def node_of(self, member: str) -> str:
+        return self.slurm.run("squeue", "-h", "-j", self.job(member), "-o", "%N").stdout.strip()
+
+
+@contextlib.contextmanager
+def open_slurm_herd(folder: Path) -> Iterator[SlurmHerd]:
+    """A controller on a login host and three nodes; two jobs, each on a node of its own."""
+    home = folder / "corral"
+    env = {"CORRAL_HOME": str(home), "PYTHONPATH": str(ROOT / "src"), "HF_HUB_OFFLINE": "1"}
+    install_stand_in(home, ENGINE, python="/usr/bin/python3")
+    with Hosts(folder / "hosts", ("login", "n1", "n2", "n3"), shared=[folder]) as hosts, Slurm(hosts) as slurm:
+        where = (*SMALL, "--slurm", "exclusive=true", "--time", "60:00", "--bind", hosts.address("login"))
+        herd = SlurmHerd(hosts, env, make_tiny_llama(folder / "tiny"), 2, where, slurm=slurm)
+        yield herd
+        herd.corral("down", "--all")
 
 
 @contextlib.contextmanager
@@ -171,38 +226,6 @@ def during(endpoint: Endpoint, work: Callable[[Streams], None]) -> Streams:
     return streams
 
 
-# what breaks
-
-
-def kill_engine(herd: Herd, streams: Streams) -> None:
-    """kill -9 of an engine; it comes back."""
-    os.kill(herd.engine("n1"), signal.SIGKILL)
-    streams.go_on()
-    until(lambda: herd.is_whole(4), "four members", 240)
-
-
-def lose_node(herd: Herd, streams: Streams) -> None:
-    """A host loses its power, and gets it back."""
-    herd.hosts.power_off("n2")
-    streams.go_on()
-    until(lambda: sorted(herd.states().values()) != ["ready"] * 4, "the loss is seen", 240)
-    herd.hosts.power_on("n2")
-    until(lambda: herd.is_whole(4), "four members", 240)
-
-
-def hang(herd: Herd, streams: Streams) -> None:
-    """An engine stands still for as long as it takes to be noticed, and goes on."""
-    pid = herd.engine("n3")
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        until(lambda: "hung" in json.dumps(loads(herd)), "the gateway calls it hung", 240)
-        streams.go_on()
-    finally:
-        with contextlib.suppress(ProcessLookupError):  # its agent may have ended it
-            os.kill(pid, signal.SIGCONT)
-    until(lambda: herd.is_whole(4) and "hung" not in json.dumps(loads(herd)), "four members again", 240)
-
-
 def loads(herd: Herd) -> list[Any]:
     found = []
     for path in (herd.folder / "fleets" / "herd" / "gateways").glob("*.load.json"):
@@ -211,66 +234,182 @@ def loads(herd: Herd) -> list[Any]:
     return found
 
 
-def roll(herd: Herd, streams: Streams) -> None:
+# what breaks
+
+
+@dataclass
+class Row:
+    """One fault: what clients noticed, and seconds from it until it was noticed and mended."""
+
+    streams: Streams
+    noticed_s: float | None = None
+    mended_s: float | None = None
+    load: float = 0.0
+
+    def shown(self, title: str) -> str:
+        told = ["–" if s is None else f"{s:.1f} s" for s in (self.noticed_s, self.mended_s)]
+        lost = (f"{self.streams.whole:,}", len(self.streams.failed), self.streams.cut, f"{self.load:.0f}")
+        return f"| {' | '.join(map(str, (title, *told, *lost)))} |"
+
+
+def struck(
+    herd: Herd,
+    strike: Callable[[], object],
+    heal: Callable[[], object] = lambda: None,
+    noticed: Callable[[], bool] | None = None,
+) -> Callable[[Endpoint], Row]:
+    """Under streams strike, wait until it is noticed, heal, and wait until the fleet is well again."""
+
+    def through(endpoint: Endpoint) -> Row:
+        row = Row(Streams())
+
+        def work(streams: Streams) -> None:
+            row.streams, began = streams, time.monotonic()
+            strike()
+            until(noticed or (lambda: not herd.is_well()), "it is noticed", PATIENCE_S)
+            row.noticed_s = time.monotonic() - began
+            heal()
+            until(herd.is_well, "the fleet is well again", PATIENCE_S)
+            row.mended_s, row.load = time.monotonic() - began, os.getloadavg()[0]
+
+        during(endpoint, work)
+        return row
+
+    return through
+
+
+def lose_node(herd: Herd) -> Callable[[Endpoint], Row]:
+    """A host loses its power, and gets it back."""
+    return struck(herd, partial(herd.hosts.power_off, "n2"), partial(herd.hosts.power_on, "n2"))
+
+
+def hang(herd: Herd) -> Callable[[Endpoint], Row]:
+    """An engine stands still; nobody lets it go on."""
+    return struck(herd, lambda: os.kill(herd.engine("n3"), signal.SIGSTOP))
+
+
+def kill_gateway(herd: Herd) -> Callable[[Endpoint], Row]:
+    """The only gateway; clients are refused until the keeper has started it again."""
+    before = herd.gateways()
+    return struck(herd, lambda: herd.kill("corral\0gateway"), noticed=lambda: herd.gateways() not in ({}, before))
+
+
+def kill_keeper(herd: Herd) -> Callable[[Endpoint], Row]:
+    """Nobody starts it again but a service, or whoever reads the first line of `corral ps`."""
+
+    def told() -> bool:
+        return "no keeper runs" in (done := herd.corral("ps")).stdout + done.stderr
+
+    return struck(herd, lambda: herd.kill("fleet\0keep"), partial(herd.scale, herd.members), told)
+
+
+def roll(herd: Herd) -> Callable[[Endpoint], Row]:
     """`corral scale` 4 → 1 → 6 → 4."""
-    for count in (1, 6, 4):
-        herd.scale(count)
-        until(partial(herd.is_whole, count), f"{count} members", 240)
-        streams.go_on()
 
-
-def two_gateways(herd: Herd, endpoint: Endpoint) -> Streams:
-    """A second gateway of the same fleet serves while the first is killed, and that one comes back on its port."""
-    port = free_port()
-    second = herd.start("gateway", "herd", "--port", str(port))
-    try:
-        until(lambda: port in herd.gateways(), "the second gateway")
-        ((first, pid),) = [one for one in herd.gateways().items() if one[0] != port]
-
-        def kill_first(streams: Streams) -> None:
-            os.kill(pid, signal.SIGKILL)
-            until(lambda: herd.gateways().get(first, pid) != pid, "the first gateway is back on its port")
+    def scaled(streams: Streams) -> None:
+        for count in (1, 6, 4):
+            herd.scale(count)
+            until(partial(herd.is_whole, count), f"{count} members", PATIENCE_S)
             streams.go_on()
 
-        other = Endpoint(f"http://127.0.0.1:{port}/v1", endpoint.model, str(herd.folder / "fleets" / "herd" / "key"))
-        found = during(other, kill_first)
-        again = during(endpoint, lambda streams: streams.go_on())
-        found.whole, found.cut, found.failed = (
-            found.whole + again.whole,
-            found.cut + again.cut,
-            found.failed + again.failed,
-        )
-        return found
-    finally:
-        second.send_signal(signal.SIGINT)
-        second.communicate(timeout=120)
+    return lambda endpoint: Row(during(endpoint, scaled))
 
 
-FAULTS: dict[str, Callable[[Herd, Endpoint], Streams]] = {
-    "kill -9 of an engine": lambda herd, endpoint: during(endpoint, partial(kill_engine, herd)),
-    "a node without power, and back": lambda herd, endpoint: during(endpoint, partial(lose_node, herd)),
-    "an engine that hangs": lambda herd, endpoint: during(endpoint, partial(hang, herd)),
-    "scale 4 → 1 → 6 → 4": lambda herd, endpoint: during(endpoint, partial(roll, herd)),
+def two_gateways(herd: Herd) -> Callable[[Endpoint], Row]:
+    """A second gateway of the same fleet serves while the first is killed, and that one comes back on its port."""
+
+    def through(endpoint: Endpoint) -> Row:
+        port = free_port()
+        second = herd.start("gateway", "herd", "--port", str(port))
+        try:
+            until(lambda: port in herd.gateways(), "the second gateway")
+            ((first, pid),) = [one for one in herd.gateways().items() if one[0] != port]
+
+            def kill_first(streams: Streams) -> None:
+                os.kill(pid, signal.SIGKILL)
+                until(lambda: herd.gateways().get(first, pid) != pid, "the first gateway is back on its port")
+                streams.go_on()
+
+            key = str(herd.folder / "fleets" / "herd" / "key")
+            found = during(Endpoint(f"http://127.0.0.1:{port}/v1", endpoint.model, key), kill_first)
+            again = during(endpoint, lambda streams: streams.go_on())
+            found.failed += again.failed
+            return Row(Streams(found.whole + again.whole, found.cut + again.cut, found.failed))
+        finally:
+            second.send_signal(signal.SIGINT)
+            second.communicate(timeout=120)
+
+    return through
+
+
+# a title -> what makes a row, on a fleet that is well; a gateway's end refuses requests, which only it may
+Fault = Callable[[Any], Callable[[Endpoint], Row]]
+REFUSES = "kill -9 of the only gateway"
+ON_SSH: dict[str, Fault] = {
+    "kill -9 of an engine": lambda herd: struck(herd, lambda: os.kill(herd.engine("n1"), signal.SIGKILL)),
+    "kill -9 of an agent and its supervisor": lambda herd: struck(herd, lambda: herd.kill_on("n4", "agent.py")),
+    "a node without power, and back": lose_node,
+    "the link of a node cut, and back": lambda herd: struck(
+        herd, partial(herd.hosts.cut, "n1"), partial(herd.hosts.heal, "n1")
+    ),
+    "an engine that hangs": hang,
+    REFUSES: kill_gateway,
+    "kill -9 of the keeper": kill_keeper,
+    "scale 4 → 1 → 6 → 4": roll,
     "two gateways, one killed": two_gateways,
 }
 
 
+def scancel(herd: SlurmHerd) -> Callable[[Endpoint], Row]:
+    return struck(herd, lambda: herd.cancel(min(herd.states())))
+
+
+def kill_slurmd(herd: SlurmHerd) -> Callable[[Endpoint], Row]:
+    """Of a node with a member, whose job SLURM then calls lost."""
+    node = herd.node_of(min(herd.states()))
+    return struck(
+        herd,
+        lambda: herd.hosts.exec(node, ["pkill", "-KILL", "-x", "slurmd"]),
+        partial(herd.slurm.restart_node, node),
+    )
+
+
+def stop_controller(herd: SlurmHerd) -> Callable[[Endpoint], Row]:
+    def told() -> bool:
+        return "controller does not answer" in (done := herd.corral("ps")).stdout + done.stderr
+
+    return struck(herd, herd.slurm.stop_controller, herd.slurm.start_controller, told)
+
+
+ON_SLURM: dict[str, Fault] = {
+    "scancel of a job": scancel,
+    "slurmd of a node killed, and back": kill_slurmd,
+    "slurmctld gone, and back": stop_controller,
+    REFUSES: kill_gateway,
+    "kill -9 of the keeper": kill_keeper,
+}
+BEDS = {"ssh": (open_herd, ON_SSH), "slurm": (open_slurm_herd, ON_SLURM)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("beds", nargs="*", metavar="BED", help="ssh or slurm")
     parser.add_argument("--only", action="append", default=[], metavar="WORD")
     given = parser.parse_args()
     bad = 0
-    with TemporaryDirectory() as name, open_herd(Path(name)) as herd:
-        endpoint = herd.up()
-        for title, strike in FAULTS.items():
-            if given.only and not any(word in title for word in given.only):
-                continue
-            began, found = time.monotonic(), strike(herd, endpoint)
-            bad += len(found.failed)
-            lost = f"{len(found.failed)} failed before the first byte, {found.cut} cut after it"
-            print(f"{title}: {found.whole:,} whole, {lost}; {time.monotonic() - began:.0f} s", flush=True)
-            for text in found.failed[:3]:
-                print(f"    {text}", flush=True)
+    print("| fault | noticed after | well again after | answers | failed before the first byte | cut | load |")
+    for bed in given.beds or BEDS:
+        opened, faults = BEDS[bed]
+        with TemporaryDirectory() as name, opened(Path(name)) as herd:
+            endpoint = herd.up()
+            for title, fault in faults.items():
+                if given.only and not any(word in title for word in given.only):
+                    continue
+                row = fault(herd)(endpoint)
+                bad += len(row.streams.failed) * (title != REFUSES)
+                print(row.shown(f"{bed}: {title}"), flush=True)
+                for text in row.streams.failed[:3]:
+                    print(f"    {text}", flush=True)
     sys.exit(bool(bad))
 
 
