@@ -100,7 +100,7 @@ class Slice:
             said = " / ".join(done.stderr.strip().splitlines()[-3:])
             self.refusals[f"{words[0]} {done.returncode}: {re.sub(r'[0-9]+', '#', said)[-400:]}"] += 1
         if "Traceback" in done.stderr or "unexpected error" in done.stderr:
-            self.problems.append(f"`corral {' '.join(words)}`: {done.stderr[-600:]}")
+            self.problems.append(f"`corral {' '.join(words)}`: {done.stderr[-4000:]}")
         return done
 
     def processes(self, word: str = "") -> Iterator[tuple[int, dict[str, str]]]:

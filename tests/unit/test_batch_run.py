@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import gzip
 import io
 import json
@@ -249,6 +250,18 @@ def test_an_endpoint_that_moves_is_found_again(tmp_path: Path, server: FakeServe
         dying.set_faults("reset:after=20")
         summary = core(tmp_path, 200, [place], Plain())
     assert (summary.fine, summary.losses >= 1) == (200, True)
+
+
+class Unreadable(Moving):
+    """A server that answers while its files cannot be read."""
+
+    def seats(self) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+
+@pytest.mark.timeout(60)
+def test_a_server_whose_plan_cannot_be_read_is_used(tmp_path: Path, server: FakeServer) -> None:
+    assert core(tmp_path, 5, [Unreadable(server.url)], Plain()).fine == 5
 
 
 class Ended:

@@ -7,12 +7,15 @@ from pathlib import Path
 import pytest
 
 from corral.base.errors import LaunchError
+from corral.base.record import load_json
 from corral.deploy.deployment.events import Event, read_events
 from corral.deploy.deployment.start_times import Expected, Phase, amount, ends_at_s, expected_of, left_s
-from corral.deploy.lifecycle.deployments import status
+from corral.deploy.lifecycle.bringup import _released_on_failure
+from corral.deploy.lifecycle.deployments import Record, status
 from corral.deploy.lifecycle.staging import LINE_EVERY_S, Staging
 from corral.lab.report.status import status_facts
 from tests.console_home import Made, make
+from tests.storage_faults import unreadable
 from tests.unit.conftest import Silent
 
 PLANNED = {
@@ -62,6 +65,17 @@ def test_status_shows_how_far_a_download_is_from_any_process(made: Made) -> None
     assert row.startswith("fetching model 1.00/4.00 GB (25%) for ")
     assert row.endswith("(about 40 s expected)")
     assert set(expected_of(made.folder)) == {"fetching model", "loading"}  # an engine that is there takes no time
+
+
+def test_a_start_that_failed_is_over_although_its_process_lives(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its folder stays where it could not be read; a keeper would wait for itself for ever."""
+    monkeypatch.setattr("corral.deploy.lifecycle.status._GIVEN_UP", set())
+    folder, launch_id = made.folder, load_json(Record, made.folder.record).launch_id
+    assert status(folder).state == "staging"
+    with pytest.raises(LaunchError), unreadable(folder.path), _released_on_failure(folder, launch_id):
+        raise LaunchError("no engine.", "Wait.")
+    found = status(made.folder)
+    assert (found.state, found.reason) == ("stopped", "interrupted")
 
 
 def test_what_was_expected_of_a_start_is_not_read_again_once_it_serves(

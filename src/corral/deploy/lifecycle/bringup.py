@@ -25,6 +25,7 @@ from corral.deploy.lifecycle import deployments
 from corral.deploy.lifecycle.decision import DeployDecision, DeployRequest, runtime_of, sized
 from corral.deploy.lifecycle.rendering import Staged, render_launch
 from corral.deploy.lifecycle.staging import Staging, bring_model, measured
+from corral.deploy.lifecycle.status import give_up
 from corral.deploy.lifecycle.watching import Reporter, wait_ready
 from corral.deploy.targets.base import Target
 from corral.engines import PINNED_VERSION
@@ -82,7 +83,7 @@ def _bring_up_once(request: DeployRequest, report: Reporter, wait: bool, hooks: 
     hooks.refuse(decision.name)
     key = request.api.key()
     folder = deployments.claim(record, lambda who: report.note(f"waiting for {who}, which uses the same name"), key)
-    with _released_on_failure(folder):
+    with _released_on_failure(folder, record.launch_id):
         hooks.prepare(folder, decision)
         _stage_and_launch(decision, target, record, folder, report)
     return _wait_ready(folder, report) if wait else deployments.status(folder)
@@ -152,11 +153,13 @@ def _interrupted(folder: DeploymentFolder) -> str:
 
 
 @contextlib.contextmanager
-def _released_on_failure(folder: DeploymentFolder) -> Iterator[None]:
-    """Free the name again where a failure comes before anything was started."""
+def _released_on_failure(folder: DeploymentFolder, launch_id: str) -> Iterator[None]:
+    """Free the name again where a failure comes before anything was started; what cannot be read may have been."""
     try:
         yield
     except BaseException:
-        if not any(mark.exists() for mark in (folder.rank(0).agent, folder.job, folder.started)):
-            shutil.rmtree(folder.path, ignore_errors=True)
+        give_up(launch_id)
+        with contextlib.suppress(OSError):
+            if not any(mark.exists() for mark in (folder.rank(0).agent, folder.job, folder.started)):
+                shutil.rmtree(folder.path, ignore_errors=True)
         raise

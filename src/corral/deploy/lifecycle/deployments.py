@@ -210,7 +210,7 @@ def _combine(folder: DeploymentFolder, record: Record, events: list[Event], agen
     states = [event for event in events if event.kind == "state"]
     last = states[-1] if states else None
     since = last.time_s if last else record.created_s
-    state, reason, text, remedy = verdict(folder, record.name, record.created_by, last, agents)
+    state, reason, text, remedy = verdict(folder, record.name, record.launch_id, record.created_by, last, agents)
     journal = read_events(folder.staging) if state is State.STAGING else events
     phases = [event for event in journal if event.kind in ("phase", "state")]
     phase = phases[-1] if phases else None

@@ -53,8 +53,16 @@ class StateVerdict(NamedTuple):
     remedy: str
 
 
+_GIVEN_UP: set[str] = set()  # launches that this process did not start after all, although it lives on
+
+
+def give_up(launch_id: str) -> None:
+    """Note that no thread of this process stages a launch any more: its folder may be there still."""
+    _GIVEN_UP.add(launch_id)
+
+
 def verdict(
-    folder: DeploymentFolder, called: str, made_by: Identity, last: Event | None, agents: AgentsStatus
+    folder: DeploymentFolder, called: str, launch_id: str, made_by: Identity, last: Event | None, agents: AgentsStatus
 ) -> StateVerdict:
     """The last state of the journal, unless the target knows better; `made_by` is the command that stages it."""
     name = shlex.quote(called)
@@ -65,7 +73,7 @@ def verdict(
         state, reason = agents.state, agents.reason
         text, remedy = agents.text, agents.remedy
     elif is_gone(folder.rank(0).agent):
-        state, reason, text, remedy = _staged(made_by)
+        state, reason, text, remedy = _staged(made_by, launch_id)
     elif state not in ENDED and agents.alive is False:
         state, reason, text, remedy = _lost(agents.machine_restarted, name)
     elif state not in ENDED and heartbeat_age_s(folder) > SILENT_S:
@@ -80,11 +88,11 @@ def verdict(
     return StateVerdict(state, reason, text, remedy)
 
 
-def _staged(made_by: Identity) -> StateVerdict:
+def _staged(made_by: Identity, launch_id: str) -> StateVerdict:
     """A deployment without an agent yet ends with the command that stages it."""
     if not made_by.is_here():
         return StateVerdict(State.UNKNOWN, None, f"being made by a command on {made_by.host}; look from there", "")
-    if not made_by.is_gone():
+    if not made_by.is_gone() and launch_id not in _GIVEN_UP:
         return StateVerdict(State.STAGING, None, "installing the engine or fetching the model", "")
     text = "the command that was making it ended before the engine started"
     remedy = "Run the same `corral up` again; finished downloads are kept."

@@ -439,7 +439,12 @@ class Keeper:
                 memory.counted = (found.state.value, found.since_s)
         text = error.in_full if isinstance(error, CorralError) else str(error)
         self._tell("failed", text=f"{name}: {text}", member=name)
-        if read_fleet(self.folder).chain:  # nobody else may be serving: try for as long as the scheduler is silent
+        with contextlib.suppress(CorralError, OSError):  # it is tried again in any case
+            self._refused(memory, error)
+
+    def _refused(self, memory: _Memory, error: CorralError | OSError) -> None:
+        """Of a chain nobody else may be serving: try for as long as the scheduler is silent."""
+        if read_fleet(self.folder).chain:
             memory.retry_s = time.monotonic() + REFUSED_PAUSE_S
             memory.refusals += not isinstance(error, UnreachableError)
             if memory.refusals >= MOST_REFUSALS:

@@ -247,9 +247,14 @@ class Lane:
         if noted:
             self._on_note("back", f"{self.server.name} answers after {time.monotonic() - began:.1f} s")
         self.up, self.was_up, self.absence = True, True, None
-        self.pace.set_seats(self.server.seats())
+        self.pace.set_seats(self._seats())
         self._progress = (0.0, time.monotonic())
         self._on_up(self)
+
+    def _seats(self) -> int | None:
+        with contextlib.suppress(CorralError, OSError):  # what its files say of it cannot be read: it answers
+            return self.server.seats()
+        return None
 
     def _why_away(self) -> Absence:
         try:
