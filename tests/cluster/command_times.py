@@ -131,10 +131,10 @@ def on_slurm(only: list[str]) -> Iterator[Timed]:
             cluster.slow = False
             if cluster.slurm.run("pgrep", "-x", "slurmctld", check=False).returncode:
                 cluster.slurm.start_controller()
+            cluster.corral("down", "--all")
             if not cluster.hosts.pid("n2"):
                 cluster.slurm.restart_node("n2")
                 cluster.slurm.wait_idle(120)
-            cluster.corral("down", "--all")
 
 
 def main() -> None:

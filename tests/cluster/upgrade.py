@@ -56,11 +56,22 @@ def _edit(path: Path, before: str, after: str) -> None:
     path.write_text(text.replace(before, after))
 
 
-def archived(folder: Path, commit: str) -> Path:
-    """The modules of a commit."""
+STAND_IN = """
+import contextlib, sys
+from pathlib import Path
+from tests.stand_in import install_stand_in
+with contextlib.suppress(FileExistsError):
+    install_stand_in(Path(sys.argv[1]), Path("tests/streaming_engine.py").resolve(), python="/usr/bin/python3")
+"""
+
+
+def archived(folder: Path, commit: str, home: Path) -> Path:
+    """The modules of a commit; its engine, which has a name of its own where its pins differ, is a stand-in too."""
     packed = subprocess.run(["git", "archive", commit], cwd=ROOT, capture_output=True, check=True).stdout
     with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
         archive.extractall(folder / commit, filter="data")
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([f"{folder}/{commit}/src", f"{folder}/{commit}"])}
+    subprocess.run([sys.executable, "-c", STAND_IN, str(home)], cwd=folder / commit, env=env, check=True)
     return folder / commit / "src"
 
 
@@ -127,7 +138,7 @@ def main() -> None:
     parser.add_argument("commit", nargs="?")
     commit, bad = parser.parse_args().commit, False
     with TemporaryDirectory() as name, open_herd(Path(name)) as herd:
-        first = archived(Path(name), commit) if commit else copied(Path(name), "0.0.9")
+        first = archived(Path(name), commit, herd.folder) if commit else copied(Path(name), "0.0.9")
         steps = [(first, SOURCE), (SOURCE, copied(Path(name), "9.0.0", later=True))]
         use(herd, first)
         endpoint, members = herd.up(), len(NODES)

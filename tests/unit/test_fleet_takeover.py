@@ -269,6 +269,16 @@ def test_a_gateway_of_an_earlier_version_is_replaced(
     assert not [words for words in runs("0.0.1") if "--take-over" in words]  # somebody runs it by hand
 
 
+def test_a_gateway_that_cannot_be_replaced_is_named_first(herd: FleetFolder) -> None:
+    """Of a version that had no socket to hand over: it cannot read the records of members that this one starts."""
+    hold(herd.keeper, own_identity())
+    for version, warns in (("", True), (__version__, False)):
+        write_atomic(herd.gateway("a"), dump_json(GatewayAddress("127.0.0.1", 18001, own_identity(), (), version)))
+        told = in_this_process("ps").out.splitlines()[0]
+        assert told.startswith(f"the gateway of herd (process {os.getpid()}) is of an earlier version") is warns
+        assert (f"`kill {os.getpid()}` ends it" in in_this_process("status", "herd").out) is warns
+
+
 def test_a_fleets_gateway_ends_with_it_from_anywhere(herd: FleetFolder) -> None:
     async def run() -> None:
         ending = asyncio.Event()

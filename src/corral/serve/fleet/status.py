@@ -83,12 +83,15 @@ class FleetStatus:
     keeper: str  # which, or since when there is none
     members: tuple[MemberStatus, ...]
     at_urls: tuple[MemberStatus, ...] = ()  # servers that its gateways have beside its members
+    outdated: tuple[int, ...] = ()  # processes of gateways here that cannot hand their port over to a later version's
 
     @property
     def warning(self) -> str:
         """What to say first where the keeper is dead; empty where all is well or nothing is known."""
-        if self.kept is not False or self.state is State.STOPPED:
+        if self.state is State.STOPPED:
             return ""
+        if self.kept is not False:
+            return _outdated(self.name, self.outdated[0]) if self.outdated else ""
         last = self.keeper.removeprefix("none").removeprefix("; ")
         return (
             f"no keeper runs for {self.name}{f' ({last})' if last else ''}: members that end are not replaced."
@@ -97,10 +100,19 @@ class FleetStatus:
         )
 
 
+def _outdated(name: str, pid: int) -> str:
+    return (
+        f"the gateway of {name} (process {pid}) is of an earlier version of Corral and does not know the members that"
+        f" this version starts. `kill {pid}` ends it; the keeper then starts one of this version at the same port,"
+        " which refuses connections for a few seconds."
+    )
+
+
 def fleet_status(folder: FleetFolder, known: Mapping[str, deployments.Status] | None = None) -> FleetStatus:
     """A fleet with all its members, as they are `known` by name, or asked at once."""
     fleet, loads = read_fleet(folder), list(read_loads(folder).values())
-    gateways = list(held_gateways(folder).values())
+    held = held_gateways(folder)
+    gateways = list(held.values())
     known = read_statuses(fleet.members) if known is None else known
     members = tuple(member_of(one, known.get(one.name), load_of(loads, one.name)) for one in fleet.members)
     if any(one.status is None for one in members):
@@ -127,6 +139,11 @@ def fleet_status(folder: FleetFolder, known: Mapping[str, deployments.Status] | 
         keeper=keeper,
         members=members,
         at_urls=_at_urls(loads),
+        outdated=tuple(
+            one.holder.pid
+            for id, one in held.items()
+            if one.holder and not (one.machine or one.written_by or folder.gateway_socket(id).exists())
+        ),
     )
 
 
