@@ -89,7 +89,7 @@ PAGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "planning": ("Planning and preparing", ("plan", "doctor", "models", "pull", "engine")),
     "places": ("Profiles and SLURM", ("profile", "slurm")),
     "up": ("Starting a model", ("up",)),
-    "deployments": ("Deployments", ("ps", "status", "logs", "events", "wait", "down", "env")),
+    "deployments": ("Deployments", ("ps", "status", "logs", "events", "wait", "down", "env", "adapter")),
     "fleets": ("Fleets", ("scale", "fleet", "service")),
     "addresses": ("Addresses", ("gateway", "proxy", "renew", "tunnel")),
     "using": ("Using a model", ("complete", "chat", "top", "console")),

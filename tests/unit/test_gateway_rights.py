@@ -274,7 +274,7 @@ async def test_a_key_sees_only_itself_and_what_it_may_use(tmp_path: Path) -> Non
 def test_the_adapters_of_a_launch_are_those_that_its_owner_named() -> None:
     def named(*argv: str) -> tuple[str, ...]:
         rank = type("Rank", (), {"argv": argv})()
-        spec: Any = type("Spec", (), {"ranks": (rank,)})()
+        spec: Any = type("Spec", (), {"ranks": (rank,), "adapters": ""})()
         return adapters(spec)
 
     assert named("vllm", "serve", "--lora-modules", "a=/x", '{"name": "b", "path": "/y"}', "--port", "c=d") == (

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import shutil
+import subprocess
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from corral.node import guard
+from tests.adapters import make_adapter
 
 KEY = "k" * 43
 
@@ -241,3 +247,140 @@ def test_one_model_is_an_entry_of_the_list(guarded: guard.Guard, monkeypatch: py
     assert json.loads(body)["error"]["message"] == "this server has no model 'three'"
     assert call(guarded, "/v1/models/two")[0] == 401
     assert asked == ["/v1/models"] * 2
+
+
+# Adapters
+
+
+class Loaded:
+    """vLLM's models with its directory resolver, as far as the guard uses them."""
+
+    def __init__(self) -> None:
+        self.lora_requests: dict[str, Any] = {}
+        self.lora_resolvers: list[Any] = ["another"]
+
+
+class FilesystemResolver:
+    def __init__(self, lora_cache_dir: str) -> None:
+        self.folder = lora_cache_dir
+
+    async def _get_lora_req_from_path(self, name: str, path: str, base: str) -> tuple[str, str, str]:
+        return name, path, base
+
+
+@pytest.fixture
+def adapted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[guard.Guard, Loaded]:
+    """A guard with the adapters `one` and `two`, as it is once the server has begun."""
+    for name in ("one", "two"):
+        make_adapter(tmp_path / "adapters" / name, base_model_name_or_path="org/base")
+    (tmp_path / "adapters" / "pickled").mkdir()
+    (tmp_path / "adapters" / "pickled" / "adapter_config.json").write_text("{}")
+    (tmp_path / "adapters" / "pickled" / "adapter_model.bin").write_bytes(b"x")
+    make_adapter(tmp_path / "outside")
+    (tmp_path / "key").write_text(KEY + "\n")
+    monkeypatch.setenv("CORRAL_KEY_FILE", str(tmp_path / "key"))
+    monkeypatch.setenv("CORRAL_ADAPTERS", str(tmp_path / "adapters"))
+    module = types.ModuleType("vllm.plugins.lora_resolvers.filesystem_resolver")
+    module.FilesystemResolver = FilesystemResolver  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    models = Loaded()
+
+    async def inner(scope: dict[str, Any], receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            return
+        card = {"id": "base", "object": "model", "parent": None, "max_model_len": 8, "root": "/m"}
+        loaded = [{**card, "id": name, "parent": "base", "root": "/a"} for name in models.lora_requests]
+        body = json.dumps({"object": "list", "data": [card, *loaded]}).encode()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": body})
+
+    door = guard.Guard(inner)
+    owner = types.SimpleNamespace(state=types.SimpleNamespace(openai_serving_models=models))
+
+    async def send(_: dict[str, Any]) -> None:
+        raise AssertionError
+
+    asyncio.run(door({"type": "lifespan", "app": owner}, None, send))
+    return door, models
+
+
+def resolved(models: Loaded, name: str) -> Any:
+    """What vLLM gets for a name that a request has, and keeps."""
+    (resolver,) = models.lora_resolvers
+    found = asyncio.run(resolver.resolve_lora("/path/of/the/model", name))
+    if found is not None:
+        models.lora_requests[name] = found
+    return found
+
+
+def listed(door: guard.Guard) -> dict[str, str | None]:
+    return {card["id"]: card["parent"] for card in json.loads(call(door, "/v1/models", KEY)[1])["data"]}
+
+
+def test_every_adapter_is_listed_before_anybody_used_it(adapted: tuple[guard.Guard, Loaded]) -> None:
+    door, models = adapted
+    assert listed(door) == {"base": None, "one": "base", "two": "base"}
+    resolved(models, "one")
+    assert listed(door) == {"base": None, "one": "base", "two": "base"}
+    assert json.loads(call(door, "/v1/models/two", KEY)[1])["parent"] == "base"
+    assert call(door, "/v1/models/three", KEY)[0] == 404
+    assert call(door, "/v1/models")[0] == 401
+
+
+def test_a_name_reaches_nothing_but_the_folder(adapted: tuple[guard.Guard, Loaded], tmp_path: Path) -> None:
+    _, models = adapted
+    folder = tmp_path / "adapters"
+    assert resolved(models, "one") == ("one", str(folder / "one"), "org/base")  # its own base: it was compared before
+    for name in (
+        "../outside",
+        str(tmp_path / "outside"),
+        "one/../../outside",
+        ".",
+        "..",
+        "",
+        "one\n",
+        "pickled",
+        "new",
+    ):
+        assert resolved(models, name) is None, name
+
+
+def test_what_was_removed_or_replaced_is_forgotten(adapted: tuple[guard.Guard, Loaded], tmp_path: Path) -> None:
+    door, models = adapted
+    first, other = resolved(models, "one"), resolved(models, "two")
+    shutil.rmtree(tmp_path / "adapters" / "one")
+    assert listed(door) == {"base": None, "two": "base"}
+    assert set(models.lora_requests) == {"two"}
+    make_adapter(tmp_path / "adapters" / "one", seed=7, rank=8)
+    again = resolved(models, "one")
+    assert again[1] != first[1]  # vLLM keeps what it has computed by name and path
+    assert Path(again[1]).resolve() == Path(first[1]).resolve()
+    make_adapter(tmp_path / "adapters" / "two", seed=8, rank=8)
+    listed(door)
+    assert set(models.lora_requests) == {"one"}
+    assert resolved(models, "two")[1] != other[1]
+
+
+@pytest.mark.parametrize(
+    "path", ["load_lora_adapter", "unload_lora_adapter", "load_lora_adapter/", "x//load_lora_adapter"]
+)
+def test_with_adapters_vllms_own_paths_stay_closed(adapted: tuple[guard.Guard, Loaded], path: str) -> None:
+    assert call(adapted[0], f"/v1/{path}", KEY, "POST")[0] == 403
+    assert call(adapted[0], f"/v1/{path}", None, "POST")[0] == 401
+
+
+def test_vllms_switch_is_set_where_there_are_adapters_only(tmp_path: Path) -> None:
+    script = "import os; import guard; print(os.environ.get('VLLM_ALLOW_RUNTIME_LORA_UPDATING'))"
+    for folder, expected in ((str(tmp_path), "1"), ("", "None")):
+        env = {**os.environ, "CORRAL_ADAPTERS": folder, "PYTHONPATH": str(Path(guard.__file__).parent)}
+        env.pop("VLLM_ALLOW_RUNTIME_LORA_UPDATING", None)
+        done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == expected
+
+
+def test_a_server_does_not_start_without_its_folder(
+    guarded: guard.Guard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CORRAL_ADAPTERS", str(tmp_path / "nowhere"))
+    with pytest.raises(RuntimeError, match=f"no folder of adapters {tmp_path}/nowhere here"):
+        guard.Guard(app)

@@ -39,6 +39,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "complete": ("corral.cli.complete:command", "Continue a prompt; show the probabilities of its tokens."),
     "console": ("corral.cli.console:command", "Everything on one page in the browser; a playground, plans and runs."),
     "top": ("corral.cli.top:command", "Live load: running, waiting, KV use, tokens per second."),
+    "adapter": ("corral.cli.adapter:command", "LoRA adapters of a running deployment: add, list, remove."),
     "env": ("corral.cli.env:command", "Address and key as environment variables, for `eval`."),
     "batch": ("corral.cli.batch:command", "Run a file of prompts through a model; nothing is lost."),
     "score": ("corral.cli.score:command", "Likelihoods of texts, continuations and choices; resumable."),

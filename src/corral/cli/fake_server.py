@@ -36,8 +36,14 @@ def _tool_call(text: str) -> tuple[str, str]:
     return name, json.dumps(found)
 
 
+_SAME = (  # an option and a field
+    "model", "host", "port", "max_model_len", "key_file", "log", "seed", "control", "answer", "thoughts", "adapters",
+)  # fmt: skip
+
+
 @click.command(epilog="Faults and their settings: docs/fake-server.md.")
 @click.option("--model", default="fake", show_default=True, help="Name of the served model.")
+@click.option("--adapter", "adapters", multiple=True, metavar="NAME", help="Serve an adapter, too; repeatable.")
 @click.option("--bind", "host", cls=RenamedOption, was="--host", default="127.0.0.1", show_default=True,
               metavar="ADDRESS", help="Address to listen on.")  # fmt: skip
 @click.option("--port", default=0, show_default=True, help="Port; 0 takes a free one.")
@@ -92,9 +98,8 @@ def command(**settings: Any) -> int:
         prefill_tokens_per_s=settings["prefill_rate"],
         **{name: settings[name] for name in rates},
     )
-    same = ("model", "host", "port", "max_model_len", "key_file", "log", "seed", "control", "answer", "thoughts")
     options = FakeOptions(
-        **{name: settings[name] for name in same},
+        **{name: settings[name] for name in _SAME},
         answer_tokens=_answer_tokens(settings["answer_tokens"]),
         prefix_cache=not settings["no_prefix_cache"],
         uvloop=not settings["no_uvloop"],

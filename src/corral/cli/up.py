@@ -60,7 +60,7 @@ corral up llama-3.1-8b-instruct --replicas 4 --hosts n0,n1,n2,n3
 HEADINGS = {
     "The model": ("--context", "--concurrency", "--goal", "--set", "--tuned", "--served-name", "--recipe"),
     "Where it runs": ("--on", "--bind", "--port", "--expose"),
-    "What clients may use": ("--tools", "--allowed-origins", "--store-responses", "--key-file"),
+    "What clients may use": ("--adapters", "--tools", "--allowed-origins", "--store-responses", "--key-file"),
     "Options for ssh": (),
     "Options for SLURM": ("--renew", "--max-jobs"),
     "Options for ssh and SLURM": (),
@@ -103,6 +103,8 @@ FIRST_QUESTION = "What is the capital of France?"
 @click.option("--tools/--no-tools", default=None, help="Parse tool calls (default: where the model's form is known).")
 @click.option("--recipe/--no-recipe", default=None,
               help="Use what is known of the model's family: parsers, flags, variables (default: yes).")  # fmt: skip
+@click.option("--adapters", metavar="DIR", type=click.Path(file_okay=False, resolve_path=True),
+              help="Serve the LoRA adapters of DIR beside the model, each by the name of its folder.")  # fmt: skip
 @click.option(
     "--allowed-origins",
     metavar="ORIGIN,…",

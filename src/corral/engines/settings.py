@@ -162,6 +162,10 @@ _ROWS = (  # in the order of a plan's flags; defaults are those of vLLM 0.32 (`E
     Setting("max_graph_size", whole, "--max-cudagraph-capture-size", varied_by=_TUNE, vllm_default=lambda *_: None),
     Setting("async_scheduling", boolean, "--async-scheduling", unsaid=True, varied_by=_TUNE),
     Setting("eager", boolean, "--enforce-eager", unsaid=False, vllm_default=lambda *_: False),
+    Setting("lora", boolean, "--enable-lora", unsaid=False, varied_by=_PLANNER, changes_answers=True),
+    Setting("max_loras", whole, "--max-loras", varied_by=_PLANNER),
+    Setting("max_lora_rank", whole, "--max-lora-rank", varied_by=_PLANNER, changes_answers=True),
+    Setting("max_cpu_loras", whole, "--max-cpu-loras"),
 )  # fmt: skip
 SETTINGS: dict[str, Setting] = {row.name: row for row in _ROWS}
 

@@ -72,6 +72,7 @@ class FakeOptions:
     faults: tuple[Fault, ...] = ()
     tool_calls: tuple[tuple[str, str], ...] = ()  # name and arguments, in the order of a conversation
     answer: str = ""  # to everything
+    adapters: tuple[str, ...] = ()  # names that are served beside the model
     thoughts: int = 0  # tokens of every chat answer that come first, as `reasoning`
 
 
@@ -167,7 +168,7 @@ class App:
 
     def _check_model(self, body: dict[str, Any]) -> None:
         name = body.get("model")
-        if name and name != self.options.model:
+        if name and name != self.options.model and name not in self.options.adapters:
             message = f"The model `{name}` does not exist. Valid aliases: {self.options.model}."
             raise FakeRefusedError(404, message, "NotFoundError", "model")
 
@@ -259,7 +260,8 @@ class App:
         permission |= {"organization": "*", "group": None, "is_blocking": False}
         card = {"id": o.model, "object": "model", "created": o.created, "owned_by": "vllm", "root": o.model}
         card |= {"parent": None, "max_model_len": o.max_model_len, "permission": [permission]}
-        self._json(to, {"object": "list", "data": [card]})
+        adapters = [{**card, "id": name, "root": f"/{name}", "parent": o.model} for name in o.adapters]
+        self._json(to, {"object": "list", "data": [card, *adapters]})
 
     def _metrics_page(self, to: FakeConnection, _: bytes) -> None:
         engine, pace = self.engine, self.engine.pace

@@ -13,6 +13,11 @@ own CORS layer, and refusals carry the header without which a page cannot read t
 OpenAI's shape. `CORRAL_STORE_RESPONSES` lets `/v1/responses` be continued: it is switched on in this process only,
 because vLLM compiles a model anew for engines that have another environment.
 
+`CORRAL_ADAPTERS` names a folder of LoRA adapters. vLLM's own directory resolver loads one of them when a request
+first names it, after a check of that name: a path would reach other folders. The list of models has all of them. What
+is no longer in the folder, or was replaced, is forgotten whenever the list is asked for. vLLM's switch for this opens
+two paths, which stay closed, and is likewise set in this process only.
+
 The key is read once from the file named by `CORRAL_KEY_FILE`; it is in no argument, log or environment variable.
 Standard library only, nothing of corral: the file is copied to where the engine runs.
 """
@@ -24,6 +29,7 @@ import hmac
 import importlib
 import json
 import os
+import re
 import sys
 import time
 from typing import Any, Awaitable, Callable, Dict, List, Tuple
@@ -50,9 +56,14 @@ OPEN_WITH_KEY = frozenset(
 )
 OPEN_PREFIX = "/v1/"
 ONE_MODEL = "/v1/models/"  # OpenAI has this path for each model; vLLM has only the list
+PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}\Z")  # of an adapter; as in engines/adapters.py
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 NOT_FOUND = b'{"detail":"Not Found"}'  # as FastAPI answers
 if os.environ.get("CORRAL_STORE_RESPONSES"):  # on import: before vLLM reads it, after the engine's process started
     os.environ["VLLM_ENABLE_RESPONSES_API_STORE"] = "1"
+
+if os.environ.get("CORRAL_ADAPTERS"):
+    os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
 
 CLOSED_UNDER_PREFIX = frozenset({"load_lora_adapter", "unload_lora_adapter"})
 
@@ -98,9 +109,12 @@ class Guard:
         self._origins = frozenset(json.loads(os.environ.get("CORRAL_ALLOWED_ORIGINS", "[]")))
         self._checked, self._draining = float("-inf"), False
         self._rows: Any = None
+        self._adapters = Adapters.of(os.environ.get("CORRAL_ADAPTERS", ""))
 
     async def __call__(self, scope: Scope, receive: Any, send: Send) -> None:
         if scope["type"] == "lifespan":
+            if self._adapters is not None:
+                self._adapters.serve(scope.get("app"))
             await self._open_row_socket(scope.get("app"))
             try:
                 await self.app(scope, receive, send)
@@ -111,9 +125,13 @@ class Guard:
         if scope["type"] not in ("http", "websocket"):
             return  # a kind of request that cannot be checked
         refusal = self._refusal(scope)
-        if refusal is None and scope["type"] == "http" and scope["path"].startswith(ONE_MODEL):
+        is_list = self._adapters is not None and scope["path"] == ONE_MODEL[:-1]
+        if refusal is None and scope["type"] == "http" and (is_list or scope["path"].startswith(ONE_MODEL)):
+            if self._adapters is not None:
+                self._adapters.forget()
+            path = ONE_MODEL[:-1]
             await self.app(
-                dict(scope, path=ONE_MODEL[:-1], raw_path=ONE_MODEL[:-1].encode()), receive, OneModel(scope, send)
+                dict(scope, path=path, raw_path=path.encode()), receive, Models(scope, send, self._adapters)
             )
         elif refusal is None:
             await self.app(scope, receive, NotFound(scope, send) if scope["type"] == "http" else send)
@@ -199,11 +217,74 @@ class NotFound:
         return "this model's server has no path %s; it has: %s" % (self._scope["path"], offered or "/v1/models")
 
 
-class OneModel:
-    """Sends one model's entry of vLLM's list, or that there is none."""
+class Adapters:
+    """The folder of LoRA adapters, and what vLLM holds of it."""
 
-    def __init__(self, scope: Scope, send: Send) -> None:
-        self._name, self._send = scope["path"][len(ONE_MODEL) :], send
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        self._loaded = {}  # type: Dict[str, Any]  # vLLM's own
+        self._stamps = {}  # type: Dict[str, Any]  # of the files that were loaded
+        self._times = {}  # type: Dict[str, int]  # that each was resolved
+
+    @classmethod
+    def of(cls, folder: str) -> Any:
+        """None where none is named; raises where it is not there, so that no server starts without it."""
+        if folder and not os.path.isdir(folder):
+            raise RuntimeError("corral guard: there is no folder of adapters %s here" % folder)
+        return cls(folder) if folder else None
+
+    def serve(self, app: Any) -> None:
+        """Let vLLM's directory resolver find the adapters."""
+        models = app.state.openai_serving_models
+        self._loaded = models.lora_requests
+        module = importlib.import_module("vllm.plugins.lora_resolvers.filesystem_resolver")
+        self._resolve = module.FilesystemResolver(self.folder)._get_lora_req_from_path
+        models.lora_resolvers[:] = [self]
+
+    async def resolve_lora(self, base_model_name: str, lora_name: str) -> Any:
+        """vLLM's resolver, for a plain name; the base was compared before the start, and is a path here.
+
+        vLLM keeps what it has computed by an adapter's name and path: a replaced one gets another path.
+        """
+        stamp = self._stamp(lora_name)
+        if stamp is None:
+            return None
+        path = os.path.join(self.folder, lora_name)
+        with open(os.path.join(path, "adapter_config.json")) as file:
+            base = json.load(file).get("base_model_name_or_path")
+        again = self._times.get(lora_name, 0)
+        self._times[lora_name], self._stamps[lora_name] = again + 1, stamp
+        return await self._resolve(lora_name, path + "/." * again, base)
+
+    def names(self) -> List[str]:
+        """The adapters of the folder; none while it cannot be read."""
+        try:
+            return sorted(name for name in os.listdir(self.folder) if self._stamp(name) is not None)
+        except OSError:
+            return []
+
+    def forget(self) -> None:
+        """Let go of adapters that were removed or replaced."""
+        for name in list(self._loaded):
+            if name in self._stamps and self._stamp(name) != self._stamps[name]:
+                del self._loaded[name]
+
+    def _stamp(self, name: str) -> Any:
+        """Which files an adapter is; None where there is none."""
+        if not PLAIN_NAME.match(name):
+            return None
+        try:
+            found = [os.stat(os.path.join(self.folder, name, file)) for file in ADAPTER_FILES]
+        except OSError:
+            return None
+        return [(one.st_ino, one.st_size, one.st_mtime_ns) for one in found]
+
+
+class Models:
+    """Sends vLLM's list of models with every adapter, or one model's entry of it, or that there is none."""
+
+    def __init__(self, scope: Scope, send: Send, adapters: Any) -> None:
+        self._name, self._send, self._adapters = scope["path"][len(ONE_MODEL) :], send, adapters
         self._start: Any = None
         self._body = b""
 
@@ -216,11 +297,24 @@ class OneModel:
             return
         status, body = self._start["status"], self._body
         if status == 200 and body:
-            found = [json.dumps(card).encode() for card in json.loads(body)["data"] if card["id"] == self._name]
+            page = json.loads(body)
+            page["data"] += self._not_loaded(page["data"])
+            found = [card for card in page["data"] if card["id"] == self._name] if self._name else [page]
             status = 200 if found else 404
-            body = found[0] if found else _error_body(404, "this server has no model %r" % self._name)
+            body = (
+                json.dumps(found[0]).encode()
+                if found
+                else _error_body(404, "this server has no model %r" % self._name)
+            )
         await self._send(_resized(dict(self._start, status=status), body))
         await self._send({"type": "http.response.body", "body": body})
+
+    def _not_loaded(self, cards: List[Any]) -> List[Any]:
+        """Entries of adapters that no request has named yet."""
+        names = self._adapters.names() if self._adapters is not None else []
+        base, listed = cards[0] if cards else {}, {card["id"] for card in cards}
+        shared = {name: value for name, value in base.items() if name != "max_model_len"}
+        return [dict(shared, id=name, parent=base.get("id")) for name in names if name not in listed]
 
 
 def _resized(start: Dict[str, Any], body: bytes) -> Dict[str, Any]:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from corral.plan.contract import UTILISATION, EngineSettings, Goal, Memory, Parallel, Precision, Rejected, Speed
 from corral.plan.draft import Draft
 from corral.plan.hardware.inventory import GIB, Inventory
+from corral.plan.lora import AdapterFolder, broken_adapters, with_adapters
 from corral.plan.memory import Coefficients, measure
 from corral.plan.models.architecture import Divided
 from corral.plan.models.facts import ModelFacts
@@ -184,6 +185,7 @@ class Tuning:
     draft: Draft | None = None  # of speculative decoding, where one is named
     ngram: int = 0  # tokens that are drafted from the text itself, where vLLM's arguments ask for that
     own_graphs: bool = False  # vLLM's CUDA graphs stay as its arguments have them
+    adapters: AdapterFolder | None = None  # that the deployment begins with
     cpu: CpuSpeed | None = None  # how quick this machine's CPU multiplies, where that was measured
 
 
@@ -260,12 +262,12 @@ def work_out(
     def measured(settings: EngineSettings) -> Memory:
         return measure(model, inventory, parallel, precision, settings, context, tuning.memory, tuning.draft)
 
-    settings = settings_for(inventory, goal, fixed, context)
+    settings = with_adapters(settings_for(inventory, goal, fixed, context), fixed, tuning.adapters)
     if inventory.kind is not None:
         roof = roof_of(model, inventory, parallel, precision, settings, tuning.speed)
         settings = _captured(roof, goal, tuning, measured, asked or min(SHORTEST, model.max_context))
     memory = measured(settings)
-    problem = broken_settings(model, settings, context) or ""
+    problem = broken_settings(model, settings, context) or broken_adapters(fixed, tuning.adapters, model.vocab)
     broken = bool(problem)
     room = memory.kv_cache_tokens_per_replica - settings.block_size  # vLLM keeps one block back
     if not problem and model.encoder:
@@ -282,7 +284,7 @@ def work_out(
         return predict(model, inventory, parallel, precision, settings, memory, goal, concurrency, rates)
 
     unbound = at(replace(tuning.speed, frontend_tokens_s=math.inf)).throughput_tokens_per_s
-    processes = fixed.api_servers or api_servers(inventory, parallel, unbound)
+    processes = 1 if tuning.adapters else fixed.api_servers or api_servers(inventory, parallel, unbound)
     interval = fixed.stream_interval or stream_interval(goal.goal, unbound and unbound / parallel.data)
     settings = replace(settings, api_servers=processes, stream_interval=interval)
     return Candidate(parallel, precision, settings, context, memory, at(tuning.speed), problem, broken)
@@ -312,6 +314,7 @@ def _no_room(memory: Memory, context: int) -> str:
     used = (
         memory.weights_bytes_per_gpu
         + memory.draft_bytes_per_gpu
+        + memory.adapter_bytes_per_gpu
         + memory.activation_bytes_per_gpu
         + memory.counted_graph_bytes
         + memory.overhead_bytes_per_gpu

@@ -23,6 +23,7 @@ from corral.plan.candidate import (
 from corral.plan.contract import VERSION, Cost, Goal, Nearest, Parallel, Plan, Reason, Rejected
 from corral.plan.hardware.inventory import GPUS, LINKS, Inventory
 from corral.plan.judged import judge
+from corral.plan.lora import broken_adapters
 from corral.plan.models.facts import ModelFacts
 from corral.plan.precision import Form, forms
 from corral.plan.reasons import reasons_for, rejected_for
@@ -265,12 +266,13 @@ def _decide_cpu(form: Form, inventory: Inventory, goal: Goal, fixed: Fixed, tuni
 
     parallel = _cpu_layout(inventory, fixed)
     asked = fixed.max_model_len or goal.context or 0
-    tried = cpu_forms(form, inventory, goal, fixed, parallel, tuning.cpu)
+    tried = cpu_forms(form, inventory, goal, fixed, parallel, tuning)
     why = form.problem
     if not why and parallel.replica_gpus * parallel.data != inventory.nodes:
         processes = "one process" if inventory.nodes == 1 else f"one process on each of {inventory.nodes} nodes"
         why = f"without a GPU Corral plans {processes}; {parallel} was asked for"
     why = why or broken_layout(form.facts, parallel) or broken_settings(form.facts, tried[0][1].settings, asked) or ""
+    why = why or broken_adapters(fixed, tuning.adapters, form.facts.vocab)
     if why:
         tried = [(each, with_problem(candidate, why)) for each, candidate in tried]
     taken = next((pair for pair in tried if not pair[1].problem), tried[0])

@@ -109,6 +109,9 @@ class EngineSettings:
     stream_interval: int = 1  # tokens that are streamed together
     max_graph_size: int | None = None  # largest batch that is captured; None: vLLM's own choice
     async_scheduling: bool = True  # the next step is scheduled while this one runs: vLLM's default
+    lora: bool = False  # adapters can be served
+    max_loras: int | None = None  # of these, in one step
+    max_lora_rank: int | None = None
 
 
 @dataclass(frozen=True)
@@ -131,6 +134,7 @@ class Memory:
     correction_bytes_per_gpu: int = 0  # learned from earlier deployments and taken out of the KV cache
     graphs_counted: bool = True  # whether this vLLM takes graphs out of the KV cache
     draft_bytes_per_gpu: int = 0  # weights of a draft of speculative decoding
+    adapter_bytes_per_gpu: int = 0  # slots for LoRA adapters
 
     @property
     def counted_graph_bytes(self) -> int:

@@ -18,10 +18,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from corral.engines.settings import DTYPES
-from corral.plan.candidate import Candidate
+from corral.plan.candidate import Candidate, Tuning
 from corral.plan.contract import UTILISATION, EngineSettings, Goal, Memory, Parallel, Precision, Speed
 from corral.plan.hardware.cpu import CpuSpeed, FormatSpeed, Product
 from corral.plan.hardware.inventory import GIB, CpuFacts, Inventory
+from corral.plan.lora import AdapterFolder, adapter_bytes, with_adapters
 from corral.plan.memory import convert
 from corral.plan.models.facts import ModelFacts
 from corral.plan.models.quantisation import DTYPE_BYTES
@@ -177,6 +178,7 @@ def work_out_cpu(
     precision: Precision,
     rates: Rates,
     parallel: Parallel | None = None,
+    folder: AdapterFolder | None = None,
 ) -> Candidate:
     """One CPU configuration: a rank per node, a context of at most 8192 unless asked, KV as the load asks."""
     parts = convert(model, precision)
@@ -188,12 +190,24 @@ def work_out_cpu(
     seqs = fixed.max_num_seqs or max(goal.concurrency or 0, _LATENCY_SEQS if goal.goal == "latency" else _SEQS)
     batched = fixed.max_num_batched_tokens or max(2048, seqs)
     activation = int(batched * element * (3 * model.intermediate + 4 * model.hidden) + seqs * model.vocab * 8)
+    settings = EngineSettings(
+        fixed.gpu_memory_utilization or UTILISATION,
+        batched,
+        seqs,
+        bool(fixed.eager),
+        _BLOCK,
+        1 if folder else fixed.api_servers or parallel.data,
+        fixed.stream_interval or 1,
+        async_scheduling=fixed.async_scheduling is not False,
+    )
+    settings = with_adapters(settings, fixed, folder)
+    adapters = adapter_bytes(model, parallel, settings, element)
     whole_token = model.kv_bytes_per_token(1.0 if precision.kv.startswith("fp8") else element)
     states = (
         sum(one.layers * one.state_bytes * one.copies for one in model.caches) // context
     )  # of a full-length request, as if its tokens shared them
     per_token = max(1, -(-(whole_token + states) // parallel.replica_gpus))
-    free = inventory.host_available_bytes - here - activation - _PROCESS_BYTES
+    free = inventory.host_available_bytes - here - adapters - activation - _PROCESS_BYTES
     wanted = per_token * context * max(2, min(goal.concurrency or 8, 8))
     space = max(GIB, min(wanted, _KV_MOST, free * 3 // 4)) // GIB * GIB
     if asked and per_token * (context + _BLOCK) > space:
@@ -202,7 +216,7 @@ def work_out_cpu(
     tokens = 0 if model.encoder else int(blocks / -(-context // _BLOCK) * context)
     problem = ""
     if free < space:
-        need = (here + activation + _PROCESS_BYTES + space) / GIB
+        need = (here + adapters + activation + _PROCESS_BYTES + space) / GIB
         problem = f"it needs {need:.1f} GiB of memory and {inventory.host_available_bytes / GIB:.1f} GiB are free"
     elif context > model.max_context:
         problem = f"a context of {context} is beyond the model's {model.max_context}"
@@ -225,16 +239,7 @@ def work_out_cpu(
         graph_bytes_per_gpu=0,
         overhead_bytes_per_gpu=_PROCESS_BYTES,
         budget_bytes_per_gpu=inventory.host_available_bytes,
-    )
-    settings = EngineSettings(
-        fixed.gpu_memory_utilization or UTILISATION,
-        batched,
-        seqs,
-        bool(fixed.eager),
-        _BLOCK,
-        fixed.api_servers or parallel.data,
-        fixed.stream_interval or 1,
-        async_scheduling=fixed.async_scheduling is not False,
+        adapter_bytes_per_gpu=adapters,
     )
     read = parts.total - (0 if model.tied_embeddings else parts.embedding)
     speed = predict_cpu(model, rates, settings, goal, read)
@@ -299,10 +304,10 @@ def formats_to_measure(model: ModelFacts, fixed: Fixed) -> tuple[str, ...]:
 
 
 def cpu_forms(
-    form: Form, inventory: Inventory, goal: Goal, fixed: Fixed, parallel: Parallel, measured: CpuSpeed | None
+    form: Form, inventory: Inventory, goal: Goal, fixed: Fixed, parallel: Parallel, tuning: Tuning
 ) -> list[tuple[Form, Candidate]]:
     """The formats to run in, worked out, best first; only one where it is fixed."""
-    model, quick, pinned = form.facts, quick_format(inventory.cpu), pinned_format(fixed)
+    model, quick, pinned, measured = form.facts, quick_format(inventory.cpu), pinned_format(fixed), tuning.cpu
     rates = {name: _rates(name, model, inventory, measured, quick) for name in DTYPES}
     taken = [pinned] if pinned else ["fp32"] if model.dtype == "fp32" else _ranked(model, goal, quick, rates)
     found = []
@@ -311,7 +316,9 @@ def cpu_forms(
         made = replace(
             form, precision=_in(form.precision, name), because=because, warning=_warning(name, model, goal, rates)
         )
-        candidate = work_out_cpu(model, inventory, goal, fixed, made.precision, rates[name], parallel)
+        candidate = work_out_cpu(
+            model, inventory, goal, fixed, made.precision, rates[name], parallel, tuning.adapters
+        )
         found.append((made, candidate))
     return found
 

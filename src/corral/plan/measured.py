@@ -121,8 +121,9 @@ def reconcile(plan: Plan, observed: Observed) -> Differences:
     """
     m, s = plan.memory, plan.speed
     alone = observed.kv_given_gib is None
+    loaded = m.weights_bytes_per_gpu + m.draft_bytes_per_gpu + m.adapter_bytes_per_gpu
     pairs = (
-        ("weights_gib", (m.weights_bytes_per_gpu + m.draft_bytes_per_gpu) / GIB, observed.weights_gib),
+        ("weights_gib", loaded / GIB, observed.weights_gib),
         ("activation_gib", m.activation_bytes_per_gpu / GIB, observed.activation_gib),
         ("graph_gib", m.graph_bytes_per_gpu / GIB, observed.graph_gib),
         ("non_torch_gib", m.overhead_bytes_per_gpu / GIB, observed.non_torch_gib),

@@ -20,6 +20,7 @@ from corral.plan.contract import EngineSettings, Memory, Parallel, Precision
 from corral.plan.draft import Draft
 from corral.plan.hardware.inventory import GIB, Gpu, Inventory
 from corral.plan.kv_pool import pool_of
+from corral.plan.lora import adapter_bytes
 from corral.plan.models.architecture import converted
 from corral.plan.models.facts import ModelFacts
 from corral.plan.models.layers import Parts
@@ -145,7 +146,8 @@ def measure(
     counted = graphs if c.counts_graphs else 0
     correction = int(c.correction_gib * GIB)
     held = [own + more for own, more in zip(weights, drafting, strict=True)]
-    left = [budget - w - activation - counted - overhead - correction for w in held]
+    adapters = adapter_bytes(model, parallel, settings, wide)
+    left = [budget - w - adapters - activation - counted - overhead - correction for w in held]
 
     element = kv_element(model, precision)
     pool = pool_of(model, settings, max_model_len, parallel, element, draft.kv_layers if draft else 0)
@@ -179,4 +181,5 @@ def measure(
         correction_bytes_per_gpu=correction,
         graphs_counted=c.counts_graphs,
         draft_bytes_per_gpu=drafting[fullest],
+        adapter_bytes_per_gpu=adapters,
     )

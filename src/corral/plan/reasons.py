@@ -146,6 +146,7 @@ def _memory(model: ModelFacts, chosen: Candidate, inventory: Inventory, tuning: 
     rows: list[Row] = [
         ("memory.weights_bytes_per_gpu", m.weights_bytes_per_gpu, _weights_words(model, m)),
         *_draft(m, tuning),
+        *_adapters(chosen, tuning),
         (
             "memory.activation_bytes_per_gpu",
             m.activation_bytes_per_gpu,
@@ -183,6 +184,17 @@ def _draft(m: Memory, tuning: Tuning) -> Iterator[Row]:
             f"weights of {draft.name}, on the last stage; beside them {layers}, and hidden states in the activations;"
             " not yet measured",
         )
+
+
+def _adapters(chosen: Candidate, tuning: Tuning) -> Iterator[Row]:
+    s, folder = chosen.settings, tuning.adapters
+    if s.lora:
+        largest = f"{counted(folder.count, 'adapter')}, the largest of rank {folder.rank}" if folder else ""
+        slots = "in one step; requests for others wait for one of these to end"
+        taken = "of all slots, in every linear layer, used or not; what adapters cost in speed is not predicted"
+        yield "max_lora_rank", s.max_lora_rank or 0, largest or "vLLM's default"
+        yield "max_loras", s.max_loras or 0, f"{counted(s.max_loras or 0, 'adapter')} {slots}"
+        yield "memory.adapter_bytes_per_gpu", chosen.memory.adapter_bytes_per_gpu, taken
 
 
 def _graphs(m: Memory) -> str:
@@ -382,6 +394,7 @@ def _sum(plan: Plan) -> Iterator[str]:
     rows = [
         ("weights", m.weights_bytes_per_gpu, f"{plan.parallel}"),
         ("draft", m.draft_bytes_per_gpu, "of speculative decoding"),
+        ("adapters", m.adapter_bytes_per_gpu, f"{s.max_loras} slots of rank {s.max_lora_rank}"),
         (
             "activations",
             m.activation_bytes_per_gpu,
@@ -395,7 +408,7 @@ def _sum(plan: Plan) -> Iterator[str]:
     share = f"{s.gpu_memory_utilization:g} of {_gib(plan.inventory.memory_bytes_per_gpu)}"
     yield f"  budget         {_gib(m.budget_bytes_per_gpu):>12}   {share if plan.inventory.gpu else 'free memory'}"
     for name, size, why in rows:
-        if size or name not in ("CUDA graphs", "draft"):
+        if size or name not in ("CUDA graphs", "draft", "adapters"):
             yield f"  − {name:<12} {_gib(size):>12}   {why}"
     yield (
         f"  = KV cache     {_gib(m.kv_cache_bytes_per_gpu):>12}   {m.kv_bytes_per_token_per_gpu:,} bytes per token:"

@@ -52,6 +52,9 @@ class Fixed:
     max_graph_size: int | None = None
     async_scheduling: bool | None = None
     eager: bool | None = None
+    lora: bool | None = None
+    max_loras: int | None = None
+    max_lora_rank: int | None = None
     passed_on: Mapping[str, object] = field(default_factory=dict)  # settings that the planner has no opinion on
 
     @property

@@ -1,6 +1,7 @@
-"""The LoRA adapters that a deployment's owner gave it at its start (`--lora-modules`): no other may be served by it.
+"""The LoRA adapters that a deployment's owner gave it: no other may be served by it.
 
-The guard closes the paths by which adapters are added later.
+They are those of its folder of adapters now (`corral up --adapters`, `corral adapter`), and those that its start
+named (`--lora-modules`). The guard closes vLLM's own paths by which adapters are added.
 """
 
 from __future__ import annotations
@@ -10,13 +11,15 @@ import shlex
 from collections.abc import Iterable, Iterator
 
 from corral.deploy.launch.render import LaunchSpec
+from corral.engines.adapters import adapter_names
 
 FLAG = "--lora-modules"
 
 
 def adapters(spec: LaunchSpec) -> tuple[str, ...]:
-    """Their names, as the launch's commands say."""
-    return tuple(dict.fromkeys(name for rank in spec.ranks for name in _named(_words(rank.argv))))
+    """Their names, as the launch's commands and the folder say."""
+    started_with = (name for rank in spec.ranks for name in _named(_words(rank.argv)))
+    return tuple(dict.fromkeys((*started_with, *(adapter_names(spec.adapters) if spec.adapters else ()))))
 
 
 def _words(argv: Iterable[str]) -> Iterator[str]:

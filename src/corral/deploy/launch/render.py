@@ -94,6 +94,7 @@ class LaunchSpec:
     expected: dict[str, Expected]  # how long each phase of the start usually takes here, or about, by the plan
     weights_bytes: int = 0  # of the whole model
     gang: GangSpec | None = None
+    adapters: str = ""  # the owner's folder of them, on the machine that launched it
     script: str = ""  # what the target itself runs to start the ranks: a batch script
 
 
@@ -119,6 +120,7 @@ class Order:
     task: str = "generate"  # what readiness is asked for
     allowed_origins: tuple[str, ...] = ()
     store_responses: bool = False
+    adapters: tuple[str, str] = ("", "")  # the folder of LoRA adapters: on the launching machine, on the nodes
     extra_args: tuple[str, ...] = ()
     extra_env: Mapping[str, str] = field(default_factory=dict)
     patience: Patience = field(default_factory=Patience)
@@ -143,6 +145,9 @@ UNSET = (
     "VLLM_DEBUG_LOG_API_SERVER_RESPONSE",
     "VLLM_API_KEY",
     "VLLM_SERVER_DEV_MODE",
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING",
+    "VLLM_LORA_RESOLVER_CACHE_DIR",
+    "VLLM_LORA_RESOLVER_HF_REPO_LIST",
     "VLLM_USE_RUST_FRONTEND",
     "PYTHONHOME",
     "PYTHONPATH",
@@ -159,6 +164,7 @@ _OWN = (
     "CORRAL_ROW_SOCKETS",
     "CORRAL_ALLOWED_ORIGINS",
     "CORRAL_STORE_RESPONSES",
+    "CORRAL_ADAPTERS",
     "CORRAL_LAUNCH",
     "PYTHONPATH",
     "PYTHONHOME",
@@ -189,6 +195,7 @@ def render(plan: Plan, order: Order, runtime: Runtime) -> LaunchSpec:
         expected={},
         weights_bytes=plan.memory.weights_bytes,
         gang=_gang_spec(order),
+        adapters=order.adapters[0],
     )
 
 
@@ -257,7 +264,7 @@ def _rank(plan: Plan, order: Order, runtime: Runtime, linked: LinkedRank) -> Ran
 
 
 def _visible(order: Order, runtime: Runtime) -> tuple[str, ...]:
-    files = (order.model_path, str(order.folder.node_files), *_secret_files(order))
+    files = (order.model_path, str(order.folder.node_files), *_secret_files(order), *filter(None, order.adapters[1:]))
     return (*files, *_named(order, runtime, written=False))
 
 
@@ -325,6 +332,7 @@ def _common_env(order: Order, nodes: int) -> dict[str, str]:
         "CORRAL_ROW_SOCKETS": str(order.folder.rank(0).path),
         **({"CORRAL_ALLOWED_ORIGINS": json.dumps(list(order.allowed_origins))} if order.allowed_origins else {}),
         **({"CORRAL_STORE_RESPONSES": "1"} if order.store_responses else {}),
+        **({"CORRAL_ADAPTERS": order.adapters[1]} if order.adapters[1] else {}),
         "PYTHONPATH": str(order.folder.node_files),
         "PYTHONUNBUFFERED": "1",
         # the model is on disk, and a start must not depend on the hub; only commands to paste have a hub id

@@ -105,7 +105,9 @@ def _stage_and_launch(
     kind = kind_of("model", decision.source.name, target.name, target.options())
     staging.phase(Phase.FETCHING, kind, needed=model_store.already_here(decision.source) is None)
     path = bring_model(decision, target, staging)
-    staged = Staged(decision, target, folder, runtime, path, record.launch_id)
+    adapters = decision.request.adapters
+    placed = target.place(Path(adapters), staging.detail) if adapters else ""
+    staged = Staged(decision, target, folder, runtime, path, record.launch_id, placed)
     spec = render_launch(staged, report.note)
     record = replace(record, kind=staged.start_kind())
     staging.phase(Phase.STARTING, record.kind)

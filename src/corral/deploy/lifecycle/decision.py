@@ -10,6 +10,7 @@ import contextlib
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from corral.base.errors import AccessError, DoesNotFitError, NotFoundError, UnreachableError, UsageError
@@ -28,14 +29,16 @@ from corral.engines.settings import joined, read_back
 from corral.plan.choose import make_plan
 from corral.plan.contract import Goal, Plan
 from corral.plan.hardware.inventory import Inventory, NodeSlice, within
+from corral.plan.lora import AdapterFolder
 from corral.plan.measured import tuning_for
 from corral.plan.models import catalogue
 from corral.plan.models import store as model_store
-from corral.plan.models.facts import read_facts
+from corral.plan.models.adapter import read_adapters, refuse_misfits
+from corral.plan.models.facts import ModelFacts, read_facts
 from corral.plan.models.store import EMBEDDED, ModelSource
 from corral.plan.models.task import requested_task, task_arguments
 from corral.plan.places import Storage, located
-from corral.plan.settings import refuse_flags
+from corral.plan.settings import read_fixed, refuse_flags
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,7 @@ class DeployRequest:
     extra_args: tuple[str, ...] = ()
     extra_env: Mapping[str, str] = field(default_factory=dict)
     recipe: bool = True  # what is known of the model's family is applied
+    adapters: str | None = None  # a folder of LoRA adapters
     api: ApiOptions = field(default_factory=ApiOptions)
     patience: Patience = field(default_factory=Patience)
     storage: Storage = field(default_factory=Storage)  # where a profile says that models lie
@@ -265,12 +269,26 @@ def _plan(source: ModelSource, inventory: Inventory, request: DeployRequest, ver
     here = model_store.already_here(source)
     facts = read_facts(str(here) if here else source.repo, offline=offline or source.kind == "embedded")
     tuning = tuning_for(facts, inventory, version, request.extra_args, request.runtime == "managed")
+    if request.adapters:
+        tuning = replace(tuning, adapters=_fitting_adapters(request, facts, source, here))
     plan = make_plan(facts, inventory, request.goal, request.fixed, tuning)
     spans = plan.parallel.replica_gpus > inventory.gpus_per_node
     if plan.parallel.data > 1 and (spans or (request.link == "ray" and inventory.nodes > 1)):
         # a deployment has whole replicas on each node, or one replica over all nodes; nothing in between
         plan = make_plan(facts, inventory, request.goal, {**request.fixed, "data": 1}, tuning)
     return plan
+
+
+def _fitting_adapters(
+    request: DeployRequest, facts: ModelFacts, source: ModelSource, folder: Path | None
+) -> AdapterFolder:
+    """What the plan needs of the adapters; refuses those that the model has no place for."""
+    adapters = read_adapters(Path(request.adapters or ""))
+    refuse_misfits(adapters, facts, source, folder, read_fixed(request.fixed).max_lora_rank)
+    names = {one.name for one in adapters}
+    if taken := names & {model_store.served_name(source, request.served_name), *request.also_served_as}:
+        raise UsageError(f"the model and an adapter are both called {taken.pop()!r}.", "Rename the adapter's folder.")
+    return AdapterFolder(len(adapters), max(one.rank for one in adapters))
 
 
 def _flavour(request: DeployRequest, inventory: Inventory) -> str:

@@ -6,6 +6,7 @@ import hashlib
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from corral.base.home import home_dir
 from corral.deploy.deployment.folder import DeploymentFolder
@@ -32,6 +33,7 @@ class Staged:
     runtime: Runtime
     model_path: str  # on the nodes
     launch_id: str
+    adapters: str = ""  # the folder of LoRA adapters, on the nodes
 
     def start_kind(self) -> str:
         """What the length of a start depends on, as a key: starts of one kind take about as long.
@@ -91,7 +93,9 @@ def _unstaged(
     for text in decision.notes():
         note(text)
     runtime = runtime_of(decision.request, target, decision.flavour)
-    return Staged(decision, target, folder, runtime, path, launch_id)
+    adapters = decision.request.adapters
+    placed = target.placed(Path(adapters)) if adapters else ""
+    return Staged(decision, target, folder, runtime, path, launch_id, placed)
 
 
 def _model_path(decision: DeployDecision, target: Target) -> str:
@@ -148,6 +152,7 @@ def render_launch(staged: Staged, note: Callable[[str], None], taken: set[int] |
         task=decision.task,
         allowed_origins=request.api.allowed_origins,
         store_responses=request.api.store_responses,
+        adapters=(request.adapters or "", staged.adapters),
         extra_args=(*decision.recipe.arguments, *request.extra_args),
         extra_env={**decision.recipe.environment, **request.share.env(), **request.extra_env},
         patience=request.patience,

@@ -25,7 +25,7 @@ from corral.plan.measured import tuning_for
 from corral.plan.models.facts import ModelFacts
 
 # options of a command that a profile does not have
-PASSED_ON = ("name", "served_name", "also_served_as", "flavour", "recipe")
+PASSED_ON = ("name", "served_name", "also_served_as", "flavour", "recipe", "adapters")
 GOAL = ("context", "concurrency", "goal")
 API = ("tools", "allowed_origins", "store_responses", "key_file")  # of `ApiOptions`
 

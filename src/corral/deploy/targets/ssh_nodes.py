@@ -6,6 +6,7 @@ what every node sees already is not copied.
 
 from __future__ import annotations
 
+import hashlib
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -25,6 +26,7 @@ from corral.deploy.targets.keys import hosts as good_hosts
 from corral.deploy.transfer.in_place import lacking
 from corral.deploy.transfer.pull import PullOrder, pull_onto_nodes
 from corral.deploy.transfer.spread import ensure_folder
+from corral.engines.adapters import adapter_names
 from corral.plan.hardware.fabric import Fabric, choose_fabric
 from corral.plan.hardware.inventory import Inventory, common_cpu, parse_cpuinfo, parse_gpus, recognise
 from corral.plan.hardware.survey import Asked, NodeFacts, all_or_error, marked_folders, survey
@@ -197,10 +199,10 @@ class SshNodes(Preflight, NodeFiles):
         facts = self.facts()
         if self._shares_home() and path.is_relative_to(home_dir()):
             return str(path)
-        if (path / "config.json").is_file():
+        if (path / "config.json").is_file() or adapter_names(path):
             reasons = lacking(self.ssh, self.chosen.hosts, path)
             if not reasons:
-                return str(path)  # a model that every node sees where this machine does
+                return str(path)  # what every node sees where this machine does
             host, why = next(iter(reasons.items()))
             progress(f"{path}: {host} {why}; it is brought to the nodes", 0, 0)
         addresses = {node.name: node.address or facts[node.name].hostname for node in self.nodes()}
@@ -208,6 +210,8 @@ class SshNodes(Preflight, NodeFiles):
 
     def _destination(self, path: Path) -> str:
         own = path.relative_to(home_dir()) if path.is_relative_to(home_dir()) else PurePath("models") / path.name
+        if adapter_names(path):  # what is in that folder is served: it is that of no other one
+            own = PurePath("adapters") / hashlib.sha256(str(path).encode()).hexdigest()[:12]
         return str(PurePath(self.home()) / own)
 
     def placed(self, path: Path) -> str:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
-from urllib.parse import parse_qs, unquote
+from urllib.parse import parse_qs, unquote, unquote_to_bytes
 
 from corral.base.record import nearest
 from corral.client.errors import error_body
@@ -229,6 +229,8 @@ class Gateway:
         user = request.user
         if user is None or not self.keys.knows(user):
             return self.refuse_key(request.headers)
+        if b"lora_adapter" in unquote_to_bytes(path):  # `load_` and `unload_`: servers refuse them too
+            return self.refusal(403, "this path is closed: adapters are added by `corral adapter`")
         if request.method in (b"GET", b"HEAD") and (page := self._page(path, user)) is not None:
             return page
         return self._route(request, user)

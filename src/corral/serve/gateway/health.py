@@ -142,7 +142,7 @@ class HealthMonitor:
         if reading is not None:
             update_from_metrics(member, reading)
         due = time.monotonic() - self._models_at_s.get(member, float("-inf")) > MODELS_S
-        if due and member.state is State.READY and not member.named:
+        if (due or not member.listed) and member.state is State.READY and not member.named:
             await self._read_models(member, client)
 
     async def _ask_for_models(self, member: Member) -> None:
@@ -164,6 +164,7 @@ class HealthMonitor:
                 self._models_at_s[member] = time.monotonic()
                 models = tuple(dict.fromkeys((member.model, *(card["id"] for card in cards))))
                 member.cards, changed, member.models = tuple(cards), models != member.models, models
+                member.listed = set(own) <= set(models)  # the server may see a new folder later
                 if changed:
                     self._gateway.regroup()
 

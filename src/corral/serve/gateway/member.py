@@ -54,7 +54,7 @@ class MemberReading:
     seats: int | None = None
     source: str = ""  # the fleet or deployment that it belongs to
     leaving: bool = False
-    adapters: tuple[str, ...] = ()  # that its owner gave it at its start
+    adapters: tuple[str, ...] = ()  # that its owner gave it
     named: tuple[str, ...] = ()  # of a server at a URL: the models that its user names
 
 
@@ -225,6 +225,7 @@ class Member:
     reading: Reading | None = None  # of its metrics
     adapters: tuple[str, ...] = ()  # that it may serve: what a server says of itself gives it no other's requests
     models: tuple[str, ...] = ()  # what it serves: its model, and those of its adapters that it lists
+    listed: bool = False  # whether its list of models, as last read, has all of its adapters
     cards: tuple[dict[str, object], ...] = ()  # the same, as its /v1/models lists them
     named: tuple[str, ...] = ()  # of a server at a URL, which Corral did not start: the models that its user names
     has_metrics: bool = True
@@ -263,6 +264,9 @@ class Member:
             self.declined = self.was_ready = False
             self.holdings.forget()
         self.state, self.text, self.leaving, self.seats = reading.state, reading.text, reading.leaving, reading.seats
+        if reading.adapters != self.adapters:  # what was removed gets no more requests; what was added is asked for
+            self.models = tuple(one for one in self.models if one not in self.adapters or one in reading.adapters)
+            self.listed = False
         self.model, self.source, self.adapters = reading.model, reading.source, reading.adapters
         self.named = reading.named
         self.was_ready = self.was_ready or reading.state is State.READY

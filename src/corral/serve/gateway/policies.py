@@ -7,11 +7,17 @@ requests is gradually avoided, as far as the members have a request each on aver
 its holder is full, and conversations on an idle fleet stay where they are. Among equals, the member that has computed
 least so far.
 
+Requests for an adapter go to few members, always the same: each has to load it, and has room for few. A hash of both
+names orders the members for each adapter; a further one is taken where those before it have much more work than the
+mean. Among those that are left the policy chooses.
+
 `newest`: the last of the members, which are in order of age: `corral proxy` moves on to a successor with it.
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import random
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
@@ -46,6 +52,31 @@ MEMORY = 64  # requests of each member that count as the last ones
 FEW = 16  # requests of each member, before which shares are chance
 LARGEST = 1e200
 MOST_RECENT = 1e5  # requests: more than `MEMORY` of each member of the largest fleet
+
+
+BUSIER = 1.5  # times the mean work, beyond which another member is taken for an adapter
+
+
+class NamedMember(RoutableMember, Protocol):
+    """The same, told apart by its name."""
+
+    name: str
+
+
+N = TypeVar("N", bound=NamedMember)
+
+
+def few_for(adapter: str, members: Sequence[N], prompt: RoutedPrompt) -> Sequence[N]:
+    """The members that an adapter's requests go to now, of those that have room."""
+    order = sorted(members, key=lambda one: _place(adapter, one.name))
+    most = BUSIER * sum(one.work_tokens for one in members) / len(members) + prompt.tokens + prompt.output_tokens
+    busy = next((at for at, one in enumerate(order) if one.work_tokens <= most), 0)
+    return order[: busy + 1]
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _place(adapter: str, member: str) -> bytes:
+    return hashlib.blake2b(f"{adapter}/{member}".encode(), digest_size=8).digest()
 
 
 class PrefixPolicy:

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from corral.node.exposition import LATENCY_BOUNDS, TTFT_BOUNDS, Histogram
 from corral.serve.gateway.member import Member, failure_summary
-from corral.serve.gateway.policies import Policy
+from corral.serve.gateway.policies import Policy, few_for
 from corral.serve.gateway.prompt import RoutedPrompt, TokenScale
 from corral.serve.gateway.queue import FairQueue
 from corral.serve.gateway.usage import KeyUser
@@ -90,8 +90,10 @@ class ModelPool:
         """The members that have room for a request now."""
         return [one for one in self.ready if one.down_until_s <= now_s and one.has_seats(width)]
 
-    def choose(self, members: list[Member], prompt: RoutedPrompt) -> Member:
+    def choose(self, members: Sequence[Member], prompt: RoutedPrompt) -> Member:
         """One of these members, as the policy says."""
+        if self._on_choice is None and len(members) > 1 and self.model in members[0].adapters:
+            members = few_for(self.model, members, prompt)
         member = members[0] if len(members) == 1 else self.policy.choose(members, prompt)
         if self._on_choice is not None:
             self._on_choice(member)

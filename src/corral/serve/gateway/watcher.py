@@ -117,7 +117,7 @@ class Watcher(threading.Thread):
         self._known: dict[str, DeploymentReading] = {}
         self._addresses: dict[str, tuple[str, str]] = {}  # URL and key, when the deployment could last be asked
         self._seats: dict[tuple[str, Stamp], int | None] = {}
-        self._adapters: dict[tuple[str, Stamp], tuple[str, ...]] = {}
+        self._launches: dict[tuple[str, Stamp], LaunchSpec] = {}
         self._tunnelled: dict[tuple[str, Stamp], bool] = {}  # whether a deployment is reached through a tunnel
 
     def run(self) -> None:
@@ -225,10 +225,10 @@ class Watcher(threading.Thread):
 
     def _adapters_of(self, one: DeploymentReading) -> tuple[str, ...]:
         key = (one.folder.name, one.stamp)
-        if key not in self._adapters:
+        if key not in self._launches:
             with contextlib.suppress(CorralError, OSError):  # it may still come
-                self._adapters[key] = adapters(load_json(LaunchSpec, one.folder.launch))
-        return self._adapters.get(key, ())
+                self._launches[key] = load_json(LaunchSpec, one.folder.launch)
+        return adapters(self._launches[key]) if key in self._launches else ()
 
 
 def _unknown_text(name: str, source: _SourceReading) -> str:
