@@ -577,6 +577,10 @@ def test_the_failures_of_a_batch_are_grouped_and_its_rows_read(lab: Lab) -> None
     expect(page.locator("table.rows tbody tr")).to_have_count(5)
     expect(page.locator("table.rows")).to_contain_text("<b onclick=alert(1)>no</b>")
     lab.picture("batch")
+    page.set_viewport_size({"width": 390, "height": 900})
+    for cell in ("Message", "Question", "Answer"):  # below each other, as wide as the card
+        assert page.locator(f"td[data-label='{cell}']").first.bounding_box()["width"] > 250
+    page.set_viewport_size({"width": 1280, "height": 900})
     assert page.locator("main b, main img, main script").count() == 0
     assert lab.complaints == []
 
@@ -586,6 +590,6 @@ def test_nothing_is_cut_off_at_any_width(lab: Lab, where: str) -> None:
     page = lab.open(where)
     expect(page.locator("main h1")).to_be_visible()
     for width in (390, 2500):
-        page.set_viewport_size({"width": width, "height": 1000})
-        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        page.set_viewport_size({"width": width, "height": 1000})  # charts follow a moment later
+        page.wait_for_function("width => document.documentElement.scrollWidth <= width", arg=width)
     page.set_viewport_size({"width": 1280, "height": 900})

@@ -101,13 +101,13 @@ export function mount(root, ctx) {
         if (!over && shownRows.words === words) fill(rows, table(page.rows, from, (next) => show(words, extra, next)));
       } catch (error) { fill(rows, problem(error)); }
     };
-    const groups = found.failures.length ? el("div", { class: "scroll" }, el("table", {}, heads(["Cause"], ["Message"], ["Rows", 1], ["First lines"], [""]),
-      el("tbody", {}, found.failures.map((one) => el("tr", {}, el("td", {}, el("code", {}, one.code)), el("td", { class: "long" }, one.message), el("td", { class: "num" }, number(one.count)), el("td", { class: "dim" }, one.lines.join(", ")),
+    const groups = found.failures.length ? el("div", { class: "scroll" }, el("table", { class: "stacks" }, heads(["Cause"], ["Message"], ["Rows", 1], ["First lines"], [""]),
+      el("tbody", {}, found.failures.map((one) => el("tr", {}, el("td", {}, el("code", {}, one.code)), el("td", { class: "long whole", dataset: { label: "Message" } }, one.message), el("td", { class: "num" }, number(one.count)), el("td", { class: "dim whole", dataset: { label: "First lines" } }, one.lines.join(", ")),
         el("td", {}, el("button", { class: "small", type: "button", onclick: () => show(`Rows that failed: ${one.code}`, { failed: 1, code: one.code, like: one.message }) }, "Show")))))))
       : el("p", { class: "dim" }, "No row failed.");
     const share = found.rows ? (100 * done) / found.rows : 100;
     await page(back(), el("div", { class: "head" }, el("h1", { class: "long" }, found.shown), tag(found.state)), found.reason ? el("p", { class: "note" }, found.reason) : null,
-      el("section", { class: "card" }, el("progress", { max: 100, value: share, "aria-label": "Rows done" }), el("p", {}, `${number(done)} of ${number(found.rows)} rows done, ${number(found.failed)} failed`), el("dl", { class: "facts" }, [["Model", found.model], ["Input", found.input], ["Begun", ago(found.created_s)], ["At work", found.runners ? `${found.runners}` : "nobody"]].map(([name, value]) => [el("dt", {}, name), el("dd", {}, value)]))),
+      el("section", { class: "card" }, el("progress", { max: 100, value: share, "aria-label": "Rows done" }), el("p", {}, `${number(done)} of ${number(found.rows)} rows done, ${number(found.failed)} failed`), el("dl", { class: "facts" }, [["Model", found.model], ["Input", found.input], ["Begun", ago(found.created_s)], ["At work", found.runners ? `${found.runners}` : "no one"]].map(([name, value]) => [el("dt", {}, name), el("dd", {}, value)]))),
       el("section", { class: "card" }, el("h2", {}, "Failures by cause"), groups),
       el("section", { class: "card" }, el("div", { class: "head" }, title, el("button", { class: "small push", type: "button", onclick: () => show("Rows that were answered", {}) }, "Answered"), el("button", { class: "small", type: "button", disabled: !found.failed, onclick: () => show("Rows that failed", { failed: 1 }) }, "Failed")), rows));
     show("Rows that were answered", {});
@@ -118,8 +118,8 @@ export function mount(root, ctx) {
 
 function table(rows, from, turn) {
   if (!rows.length && !from) return el("p", { class: "dim" }, "There are none.");
-  return [el("div", { class: "scroll" }, el("table", { class: "rows" }, heads(["Line", 1], ["Id"], ["Question"], ["Answer"], ["End"]),
-    el("tbody", {}, rows.map((row) => el("tr", {}, el("td", { class: "num" }, number(row.line)), el("td", { class: "long" }, row.id), el("td", {}, cut(row.question)), el("td", { class: row.error ? "bad-text" : null }, cut(row.error || row.answer)), el("td", { class: "dim" }, row.error ? row.code : row.finish_reason)))))),
+  return [el("div", { class: "scroll" }, el("table", { class: "rows stacks" }, heads(["Line", 1], ["Id"], ["Question"], ["Answer"], ["End"]),
+    el("tbody", {}, rows.map((row) => el("tr", {}, el("td", { class: "num" }, number(row.line)), el("td", { class: "long" }, row.id), el("td", { class: "whole", dataset: { label: "Question" } }, cut(row.question)), el("td", { class: `whole ${row.error ? "bad-text" : ""}`, dataset: { label: "Answer" } }, cut(row.error || row.answer)), el("td", { class: "dim" }, row.error ? row.code : row.finish_reason)))))),
   el("div", { class: "row" }, el("button", { class: "small", type: "button", disabled: from === 0, onclick: () => turn(Math.max(0, from - 25)) }, "◀ Before"), el("span", { class: "dim" }, rows.length ? `${number(from + 1)} to ${number(from + rows.length)}` : "no more"), el("button", { class: "small", type: "button", disabled: rows.length < 25, onclick: () => turn(from + 25) }, "Next ▶"))];
 }
 
@@ -140,8 +140,9 @@ function roofline(one) {
 }
 
 function spreads(runs) {
-  return el("section", { class: "card" }, el("h2", {}, "Latencies, ms"), el("div", { class: "scroll" }, el("table", {}, heads(["Metric"], ...runs.flatMap((one) => ["mean", "median", "p90", "p99"].map((cut) => [runs.length > 1 ? `${one.name}: ${cut}` : cut, 1]))),
-    el("tbody", {}, Object.entries(NAMES).map(([metric, name]) => el("tr", {}, el("td", {}, name), runs.flatMap((one) => ["mean", "median", "p90", "p99"].map((cut) => el("td", { class: "num" }, round(one.latency[metric][cut]))))))))));
+  const columns = ["mean", "median", "p90", "p99"];
+  return el("section", { class: "card" }, el("div", { class: "head" }, el("h2", {}, "Latencies, ms"), runs.length > 1 ? el("span", { class: "dim" }, runs.map((one) => one.name).join(" → ")) : null), el("div", { class: "scroll" }, el("table", {}, heads(["Metric"], ...columns.map((name) => [name, 1])),
+    el("tbody", {}, Object.entries(NAMES).map(([metric, name]) => el("tr", {}, el("td", {}, name), columns.map((column) => el("td", { class: "num" }, runs.map((one) => round(one.latency[metric][column])).join(" → ")))))))));
 }
 
 function timelines(runs) {
