@@ -215,7 +215,9 @@ def test_a_key_file_that_cannot_be_read_later_keeps_the_key(tmp_path: Path) -> N
 def test_a_gateway_of_urls_alone(corral: Corral, tmp_path: Path) -> None:
     alice = key_file(tmp_path, add_key("alice"))
     with FakeServer(FakeOptions(model="served")) as server, \
-            gateway(corral, "--member", f"{server.url}/v1,model=served") as (url, _):  # fmt: skip
+            gateway(corral, "--member", f"{server.url}/v1,model=served") as (url, process):  # fmt: skip
+        assert process.stderr
+        assert "1 client may use it" in process.stderr.readline()
         assert ask(url, alice)
     done = corral("gateway", "--member", "http://127.0.0.1:9")
     assert done.code == 2

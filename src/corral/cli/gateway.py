@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from corral.base.errors import UsageError
+from corral.base.wording import counted
 from corral.cli.help_pages import DefaultVerbGroup, WholeGroup
 from corral.cli.options import Origins
 from corral.lab.report.screen import print_json, print_table, since
@@ -20,6 +21,7 @@ from corral.serve.gateway.url_member import FORM, UrlMember
 from corral.serve.gateway.usage import KeyUse, used_by_keys
 from corral.serve.gateway.watcher import Source, open_source
 
+NO_CLIENTS = "its clients need keys: `corral gateway key add NAME` makes one"
 HELP = {"help_option_names": ["-h", "--help"]}
 
 
@@ -101,7 +103,8 @@ def serve_until_signal(process: GatewayProcess, as_json: bool) -> None:
     def ready(url: str) -> None:
         click.echo(f"{url}/v1  (Ctrl-C ends it)", err=True)
         if not process.sources:
-            click.echo("its clients need keys: `corral gateway key add NAME` makes one", err=True)
+            clients = counted(len(read_keys()), "client")
+            click.echo(f"{clients} may use it: `corral gateway key list`" if read_keys() else NO_CLIENTS, err=True)
             return
         key = shlex.quote(process.sources[0].key_file())
         click.echo(f"export OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY=$(cat {key})", err=as_json)
