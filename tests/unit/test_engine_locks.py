@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -77,3 +79,21 @@ def test_engine_check_tells_what_is_locked_without_an_engine(corral: Corral, tmp
             }
             assert {"3.11", "3.12", "3.13"} <= pythons, (flavour, platform)
     assert "vllm" not in told
+
+
+def python_with_pip(path: Path, code: int) -> str:
+    path.write_text(f"#!/bin/sh\necho \"global.find-links='/opt/wheels'\"\nexit {code}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_the_sources_of_packages_are_found_without_a_pip_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`uv tool install` makes environments without pip; there may be one below."""
+    monkeypatch.setattr(sys, "executable", python_with_pip(tmp_path / "own", 1))
+    monkeypatch.setattr(sys, "_base_executable", python_with_pip(tmp_path / "below", 0), raising=False)
+    assert locks.read_sources.__wrapped__().find_links == ("/opt/wheels",)
+    python_with_pip(tmp_path / "below", 1)
+    monkeypatch.setenv("PIP_FIND_LINKS", "/mnt/wheels")
+    assert locks.read_sources.__wrapped__().find_links == ("/mnt/wheels",)

@@ -13,9 +13,11 @@ config list`, the only documented way.
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import hashlib
 import json
+import os
 import sys
 from dataclasses import dataclass
 from importlib import resources
@@ -145,9 +147,12 @@ def parse_sources(listing: str) -> Sources:
 
 @functools.cache
 def read_sources() -> Sources:
-    """pip's configuration on this machine; empty where pip is absent."""
-    try:
-        done = run([sys.executable, "-P", "-m", "pip", "config", "list"], timeout_s=30)
-    except CorralError:
-        return Sources()
-    return parse_sources(done.stdout) if done.code == 0 else Sources()
+    """pip's configuration on this machine: of a pip beside Corral (`uv tool install` leaves it out), or of the Python
+    that Corral's environment was made from; without any pip, its variables."""
+    for python in dict.fromkeys((sys.executable, getattr(sys, "_base_executable", sys.executable))):
+        with contextlib.suppress(CorralError):
+            done = run([python, "-P", "-m", "pip", "config", "list"], timeout_s=30)
+            if done.code == 0:
+                return parse_sources(done.stdout)
+    options = {name[4:].lower().replace("_", "-"): v for name, v in os.environ.items() if name.startswith("PIP_")}
+    return parse_sources("".join(f":env:.{name}={value!r}\n" for name, value in options.items()))
