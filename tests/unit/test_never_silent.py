@@ -21,7 +21,7 @@ from corral.deploy.deployment.state import Patience
 from corral.deploy.lifecycle import staging as staging_module
 from corral.deploy.lifecycle.staging import Staging
 from corral.deploy.lifecycle.watching import slow_text
-from corral.lab.report.screen import PhaseScreen
+from corral.lab.report.screen import CountLine, PhaseScreen
 from corral.node.agent.start_progress import StartProgress
 from corral.plan.choose import make_plan
 from corral.plan.contract import Goal
@@ -309,3 +309,18 @@ def test_only_phases_of_a_known_kind_are_remembered(
     assert set(starts.usual("engine")) == {Phase.INSTALLING}
     assert set(starts.usual("model")) == {Phase.FETCHING}
     assert starts.usual("") == {}
+
+
+def test_a_measurement_says_how_long_its_server_has_answered_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    now = [0.0]
+    line = CountLine(lambda: now[0])
+    line("concurrency 1, warm-up", 0, 1)
+    now[0] = 59.0
+    line.tick()
+    assert capsys.readouterr().err == ""
+    now[0] = 61.0
+    line.tick()
+    line.tick()
+    assert capsys.readouterr().err == "concurrency 1, warm-up …  1 min 1 s\n"
+    line("concurrency 1", 2, 0)  # how many there will be, time decides
+    assert capsys.readouterr().err == "concurrency 1: 2 answered\n"

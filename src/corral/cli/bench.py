@@ -121,12 +121,18 @@ def _bench(options: dict[str, Any], line: CountLine) -> Bench:
 
 def _run(work: Coroutine[Any, Any, Any], line: CountLine) -> Any:
     try:
-        return run_loop(_until_terminated(work))
+        return run_loop(_until_terminated(work, line))
     finally:
         line.clear()
 
 
-async def _until_terminated(work: Coroutine[Any, Any, Any]) -> Any:
+async def _tick(line: CountLine) -> None:
+    while True:
+        await asyncio.sleep(1)
+        line.tick()
+
+
+async def _until_terminated(work: Coroutine[Any, Any, Any], line: CountLine) -> Any:
     """SIGTERM ends the work as Ctrl-C does, so that what was measured is kept: schedulers and `timeout` send it."""
     loop, task, signals = asyncio.get_running_loop(), asyncio.current_task(), []
 
@@ -136,6 +142,7 @@ async def _until_terminated(work: Coroutine[Any, Any, Any]) -> Any:
             task.cancel()
 
     loop.add_signal_handler(signal.SIGTERM, end)
+    ticking = asyncio.create_task(_tick(line))
     try:
         return await work
     except asyncio.CancelledError:
@@ -143,6 +150,7 @@ async def _until_terminated(work: Coroutine[Any, Any, Any]) -> Any:
             raise KeyboardInterrupt from None
         raise
     finally:
+        ticking.cancel()
         loop.remove_signal_handler(signal.SIGTERM)
 
 
@@ -169,7 +177,8 @@ def _new_folder(label: str, name: str) -> Iterator[Path]:
 @slo_option
 @click.pass_context
 def command(context: click.Context, /, **options: Any) -> int:
-    """Measure a served model. Without a subcommand: a quick profile of the running deployment, in half a minute."""
+    """Measure a served model. Without a subcommand: a quick profile of the running deployment (half a minute on a
+    quiet machine)."""
     if context.invoked_subcommand is not None:
         _refuse_options_before(context)
         return 0

@@ -105,7 +105,7 @@ class Bench:
             spec.workload,
             spec.load,
             times,
-            lambda n: self._on_progress(spec.load.label, n, total),
+            lambda n: self._on_progress(spec.load.label, n, 0 if spec.load.seconds else total),
         )
         if not outcome.interrupted:
             await watcher.stop(settled=sum(row.ok for row in outcome.rows))
@@ -127,10 +127,12 @@ class Bench:
             return
         work = spec.workload
         warm = replace(work, dataset="random", file=None, num_prompts=spec.warmup, seed=work.seed ^ _WARM)
-        self._on_progress("warm-up", 0, spec.warmup)
+        label = f"{spec.load.label}, warm-up"
+        self._on_progress(label, 0, spec.warmup)
         prompts = load_prompts(warm, vocabulary)
         concurrency = min(spec.warmup, spec.load.concurrency or spec.warmup)
-        outcome = await drive(self._client, prompts, warm, LoadShape(concurrency=concurrency), [0] * len(prompts))
+        outcome = await drive(self._client, prompts, warm, LoadShape(concurrency=concurrency), [0] * len(prompts),
+                              lambda n: self._on_progress(label, n, spec.warmup))  # fmt: skip
         if outcome.interrupted:
             raise KeyboardInterrupt
         if outcome.stopped_by is not None:

@@ -247,23 +247,40 @@ class PhaseScreen:
 
 
 class CountLine:
-    """One line of progress on stderr: drawn in place on a terminal, printed every few seconds elsewhere."""
+    """One line of progress on stderr: drawn in place on a terminal, printed every few seconds elsewhere.
+
+    A total of 0 is not known: time ends the count.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._live, self._clock = sys.stderr.isatty(), clock
         self._lines = LiveLines()
         self._shown_s = -math.inf
+        self._label, self._text, self._began_s = "", "", 0.0
 
     def __call__(self, label: str, done: int, total: int) -> None:
         now = self._clock()
+        if label != self._label:
+            self._label, self._began_s, self._shown_s = label, now, -math.inf
         if now - self._shown_s < (0.2 if self._live else 10.0) and done:
             return
         self._shown_s = now
-        text = f"{label}: {done}/{total}" if done else f"{label} …"
+        count = f"{done:,}/{total:,}" if total else f"{done:,} answered"
+        self._text = f"{label}: {count}" if done else f"{label} …"
         if self._live:
-            self._lines.draw([text])
+            self._lines.draw([self._text])
         elif done:
-            tell(text, err=True)
+            tell(self._text, err=True)
+
+    def tick(self) -> None:
+        """Say how long it has lasted: a slow server answers nothing for minutes."""
+        now = self._clock()
+        lasted = f"{self._text}  {duration(now - self._began_s)}"
+        if self._live and self._text and now - self._began_s >= 5.0:
+            self._lines.draw([lasted])
+        elif not self._live and self._text and now - max(self._shown_s, self._began_s) >= 60.0:
+            self._shown_s = now
+            tell(lasted, err=True)
 
     def clear(self) -> None:
         self._lines.clear()
