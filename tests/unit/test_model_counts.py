@@ -155,6 +155,21 @@ PLAIN = {
     "model_type": "new", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 4, "hidden_act": "silu",
     "num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 32000,
 }  # fmt: skip
+LINEAR = {"rope_type": "linear", "factor": 8.0}
+
+
+@pytest.mark.parametrize(
+    ("change", "context"),
+    [({"rope_scaling": LINEAR}, 16384), ({"rope_parameters": {**LINEAR, "rope_theta": 1e6}}, 16384),
+     ({"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}}, 2048),
+     ({"model_type": "gemma3_text", "rope_scaling": LINEAR}, 2048),
+     ({"rope_parameters": {"full_attention": LINEAR, "sliding_attention": {"rope_type": "default"}}}, 16384)],
+)  # fmt: skip
+def test_the_longest_context_is_the_one_that_vllm_takes(change: dict[str, Any], context: int) -> None:
+    config = {**PLAIN, "max_position_embeddings": 2048, **change}
+    assert facts_from_config(config, "plain", "plain", "hub").max_context == context
+
+
 NOT_UNDERSTOOD: dict[str, dict[str, Any]] = {
     "Kimi Linear": {"linear_attn_config": {"kda_layers": [1], "head_dim": 128}, "kv_lora_rank": 512,
                     "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},

@@ -140,7 +140,7 @@ def _read(fields: Fields, family: str, towers: Mapping[str, Mapping[str, Any]]) 
     return Shape(
         architecture=str(architectures[0]), family=family, hidden=hidden,
         intermediate=first.first("intermediate_size") or first.first("moe_intermediate_size") or 4 * hidden,
-        heads=heads, kv_heads=main[0], head_dim=main[1], vocab=vocab, max_context=_context(fields),
+        heads=heads, kv_heads=main[0], head_dim=main[1], vocab=vocab, max_context=_context(fields, family),
         tied=tied, dtype=_DTYPE_NAMES.get(dtype, "bf16"), layers=tuple(layers), drafting=tuple(drafting), tower=tower,
         head=head + (vocab if fields.flag("lm_head_bias") or rules.head_bias else 0),
         quantisation=read_quantisation(quant, fields.where, str(fields.get("expert_dtype", ""))),
@@ -212,18 +212,23 @@ def _attention_of(layers: list[ModelLayer], heads: int, hidden: int) -> tuple[in
     return heads, max(1, hidden // heads)
 
 
-def _context(fields: Fields) -> int:
-    """Longest context: the config's own, stretched by RoPE scaling of the kinds that state the short length."""
+def _context(fields: Fields, family: str) -> int:
+    """Longest context: the config's own, stretched by RoPE scaling of the kinds that state the short length.
+
+    As in vLLM: YaRN and Gemma 3 state the long one.
+    """
     longest = fields.whole("max_position_embeddings", 2048, most=10**9)
-    scaling = fields.get("rope_scaling") or {}
-    kind = scaling.get("rope_type", scaling.get("type", "")) if isinstance(scaling, Mapping) else ""
-    factor = scaling.get("factor") if kind in ("linear", "dynamic", "yarn") else None
-    if factor is None:
-        return longest
-    if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor <= MOST_STRETCH:
-        raise wrong(fields.where, "rope_scaling.factor", factor, f"a number up to {MOST_STRETCH:g}")
-    short = Fields(scaling, fields.where).whole("original_max_position_embeddings", longest, most=10**9)
-    return max(1, int(short * factor))
+    stated = fields.get("rope_scaling") or fields.get("rope_parameters")
+    rows = [stated, *stated.values()] if isinstance(stated, Mapping) else []  # or one for each kind of layer
+    stretch = 1.0
+    for row in (row for row in rows if isinstance(row, Mapping) and row.get("factor") is not None):
+        factor, kind = row["factor"], row.get("rope_type", row.get("type"))
+        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor <= MOST_STRETCH:
+            raise wrong(fields.where, "rope_scaling.factor", factor, f"a number up to {MOST_STRETCH:g}")
+        Fields(row, fields.where).whole("original_max_position_embeddings", longest, most=10**9)
+        if kind in ("linear", "dynamic") and not family.startswith("gemma3"):
+            stretch = factor
+    return max(1, int(longest * stretch))
 
 
 def divided(shape: Shape) -> tuple[Divided, ...]:
