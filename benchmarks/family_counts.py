@@ -33,23 +33,25 @@ SPEECH = {"whisper": "WhisperForConditionalGeneration"}
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers")
 FEW = 6
 # what a default lacks to be a model, or to have layers of all kinds
-MIXED = ["linear_attention", "linear_attention", "full_attention"] * 2
+MIXED = {"num_hidden_layers": 6, "layer_types": ["linear_attention", "linear_attention", "full_attention"] * 2}
+CONVOLUTIONS = {"num_hidden_layers": 6, "layer_types": ["conv", "conv", "full_attention"] * 2}
 GIVEN: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 4]}, "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 4}},
     "gemma3": {"vision_config": {"model_type": "siglip_vision_model", "vision_use_head": False}},
     "gemma4_text": {"num_kv_shared_layers": 2, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 512},
-    "glm4_moe": {"head_dim": 128}, "granitemoehybrid": {"layer_types": MIXED},
+    "glm4_moe": {"head_dim": 128}, "granitemoehybrid": MIXED,
     "hunyuan_v1_dense": {"head_dim": 128}, "hunyuan_v1_moe": {"head_dim": 128, "num_experts": 8},
-    "kimi_linear": {"layer_types": MIXED}, "nemotron": {"num_key_value_heads": 8},
-    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"] * 3},
+    "kimi_linear": {**MIXED, "pad_token_id": 0}, "nemotron": {"num_key_value_heads": 8},
+    "minimax_m3_vl_text": {"num_hidden_layers": 6, "layer_types": ["full_attention", "minimax_m3_sparse"] * 3},
     "longcat_flash": {"zero_expert_num": 0},
-    "lfm2": {"layer_types": ["conv", "conv", "full_attention"] * 2},
-    "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention"] * 2},
+    "lfm2": CONVOLUTIONS,
+    "lfm2_moe": CONVOLUTIONS,
 }  # fmt: skip
 # what transformers reads otherwise than vLLM, or not at all
 ALONE = {
     "dbrx": ("num_key_value_heads",), "deepseek_v4": ("n_shared_experts",), "helium": ("head_dim",),
-    "laguna": ("gating",), "nemotron_h": ("n_shared_experts", "tie_word_embeddings"),
+    "kimi_linear": ("tie_word_embeddings",), "laguna": ("gating",),
+    "nemotron_h": ("n_shared_experts", "tie_word_embeddings"),
 }  # fmt: skip
 # what the second config of a family has another number of: a factor, or the number itself
 NUMBERS: dict[str, float] = {
@@ -115,7 +117,7 @@ def variants(family: str) -> list[tuple[Any, int]]:
     given = first[0].to_dict()
     alone = (*ALONE.get(family, ()), *(["tie_word_embeddings"] if "text_config" in given else []))
     for name in LAYERS:
-        if isinstance(given.get(name), int):
+        if isinstance(given.get(name), int) and name not in small:
             few = {**small, name: FEW}
             small = few if parameters(family, few) else small
     found, many = [small], dict(small)

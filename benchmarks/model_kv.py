@@ -60,7 +60,7 @@ CUTS: dict[str, dict[str, Any]] = {
                   "num_key_value_heads": 4, "head_dim": 64, "num_hidden_layers": 4, "mamba_n_heads": 32,
                   "mamba_d_head": 32, "mamba_d_state": 64, "mamba_n_groups": 1},
     "lfm2": {"vocab_size": 2048, "hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 8,
-             "intermediate_size": 1024, "num_hidden_layers": 6},
+             "intermediate_size": 1024, "num_hidden_layers": 6, "conv_dim": 1024},
     "granitemoehybrid": {**FEW, "hidden_size": 1024, "intermediate_size": 512, "shared_intermediate_size": 512,
                          "num_local_experts": 4, "num_attention_heads": 16, "num_key_value_heads": 4,
                          "mamba_n_heads": 32, "mamba_d_head": 64, "mamba_n_groups": 1},

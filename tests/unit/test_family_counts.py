@@ -49,4 +49,52 @@ def test_no_family_is_counted_wrong() -> None:
         except UncountedError:
             continue
         read.append(family)
-    assert len(read) >= 108
+    assert len(read) >= 116
+
+
+# the same layers as their publishers' own code spells them
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "kimi_linear": {
+        "linear_attn_config": {"kda_layers": [1, 2, 4, 5], "full_attn_layers": [3, 6], "num_heads": 32,
+                               "head_dim": 128, "short_conv_kernel_size": 4},
+        "first_k_dense_replace": 1, "moe_layer_freq": 1, "num_expert_group": 1,
+    },
+    "minimax_m3_vl_text": {
+        "sparse_attention_config": {"use_sparse_attention": True, "sparse_index_dim": 128, "sparse_topk_blocks": 16,
+                                    "sparse_num_index_heads": 4, "sparse_attention_freq": [0, 1, 0, 1, 0, 1]},
+        "moe_layer_freq": [1] * 6,
+    },
+    "mimo_v2_flash": {
+        "hybrid_layer_pattern": [0, 1, 1, 1, 1, 0], "moe_layer_freq": [0, 1, 1, 1, 1, 1],
+        "swa_num_attention_heads": 64, "swa_num_key_value_heads": 8, "swa_head_dim": 192, "swa_v_head_dim": 128,
+        "add_swa_attention_sink_bias": True,
+    },
+    "lfm2": {"full_attn_idxs": [2, 5]},
+}  # fmt: skip
+INSTEAD = (
+    "layer_types", "mlp_layer_types", "linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim",
+    "index_n_heads", "index_head_dim", "index_block_size", "index_local_blocks", "index_topk_blocks",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_both_spellings_of_a_family_are_one_model(family: str) -> None:
+    config = FAMILIES[family]["configs"][0][0]
+    other = {name: value for name, value in config.items() if name not in INSTEAD}
+    ours, theirs = (facts_from_config(one, family, family, "hub") for one in (config, {**other, **PUBLISHED[family]}))
+    assert ours.counted == theirs.counted
+    assert set(ours.caches) == set(theirs.caches)
+
+
+# of one layer for one sequence, as the models' own `get_mamba_state_shape_from_config` has them in vLLM 0.32.0
+STATES = {
+    "jamba": 557_056, "falcon_h1": 70_144, "mamba": 161_280, "mamba2": 574_976, "nemotron_h": 4_249_600,
+    "qwen3_next": 1_110_016, "olmo_hybrid": 604_800, "lfm2_moe": 16_384, "granitemoehybrid": 557_568,
+    "kimi_linear": 2_170_880,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", STATES)
+def test_states_are_as_large_as_in_vllm(family: str) -> None:
+    caches = facts_from_config(FAMILIES[family]["configs"][1][0], family, family, "hub").caches
+    assert {one.state_bytes for one in caches if one.state_bytes} == {STATES[family]}

@@ -184,6 +184,7 @@ _FOLLOW = {
     "moe_layer_freq", "moe_layers", "mtp_transformer_layers", "num_experts_per_tok", "num_key_value_heads",
     "prefix_dense_sliding_window_pattern", "projectors_bias", "qk_head_dim", "qk_rope_head_dim",
     "shared_intermediate_size", "sliding_window", "sliding_window_pattern", "time_step_rank", "use_conv_bias",
+    "use_double_wide_mlp",
     "use_sliding_window",
 }  # fmt: skip
 

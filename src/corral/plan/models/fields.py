@@ -46,7 +46,8 @@ _HARMLESS = re.compile(
     r"|mscale|temperature|scal(e|ing|ar)|floor_scale|attn_implementation|is_decoder|tie_|use_mtp|_overlap|keys_to|merge"
     r"|num_labels|topk_group|n_group$|num_expert_group|num_limited_groups|layer_norm|residual|pad_|token_type|summary|classifier"
     r"|max_batch|decoder_start|bidirectional|training|type_vocab_size|final_layer|router|quant|fp32|sinkhorn|multiplier|before_gate|sparsity"
-    r"|relative_attention"
+    r"|relative_attention|renormalize|expert_bias|index_(block_size|local|topk)|sparse_(topk|block|disable|init|local)"
+    r"|use_sparse"
 )
 
 
@@ -70,6 +71,7 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     "mamba_num_heads": ("mamba_n_heads",), "mamba_head_dim": ("mamba_d_head",),
     "ssm_state_size": ("mamba_d_state", "state_size"), "conv_kernel": ("mamba_d_conv",),
     "n_groups": ("mamba_n_groups",), "expand": ("mamba_expand",), "time_step_rank": ("mamba_dt_rank",),
+    "index_n_heads": ("sparse_num_index_heads",), "index_head_dim": ("sparse_index_dim",),
     "sliding_window": ("local_attention", "sliding_window_size"),
     "sliding_window_pattern": ("_sliding_window_pattern", "global_attn_every_n_layers"),
     "tie_word_embeddings": ("tie_embedding",),

@@ -267,6 +267,9 @@ class Reader:
         slide = fields.numbers("hybrid_layer_pattern")
         if len(slide) >= self.count:
             return ["sliding" if slide[i] else "full" for i in layers]
+        sparse = fields.numbers("sparse_attention_freq")
+        if len(sparse) >= self.count:
+            return ["indexed" if sparse[i] else "full" for i in layers]
         if "num_attention_heads" not in fields.values:
             return ["mamba"] * self.count
         return None
@@ -445,7 +448,7 @@ class Reader:
         gating = fields.get("gating")  # Laguna's: of each head, or of each number
         gate = heads * value if fields.flag("attn_output_gate") or family.gate or gating else 0
         gate = heads if gating in (True, "per-head") else gate
-        indexed = kind == "indexed" or fields.first("sparse_num_index_heads")
+        indexed = kind == "indexed"
         return Attention(
             heads, kv_heads, head_dim, "full" if kind == "indexed" else kind, window.get(kind, 0), bias,
             biased or family.out_bias, norm, gate,
