@@ -4,7 +4,8 @@
     python benchmarks/plan_accuracy.py --models DIR --dry                  # only the predictions
 
 `DIR` holds a model folder to borrow the tokenizer from (`llama-3.1-8b`: config and tokenizer, no weights). Each case
-is a model shape and settings; its server is started with exactly the plan's engine arguments, its log gives weights,
+is a model shape and settings: Llama's, or one of the catalogue's with the borrowed tokenizer's vocabulary. Its server
+is started with exactly the plan's engine arguments, its log gives weights,
 activation, graphs and KV tokens, and a client gives one-stream decode and throughput at 16, 64 and 256. Needs nothing
 but the standard library, this repository and vLLM's own environment (aiohttp).
 """
@@ -40,6 +41,7 @@ from corral.plan.contract import Goal, Plan
 from corral.plan.hardware.inventory import GIB, Inventory, parse_gpus, probe
 from corral.plan.measured import read_log
 from corral.plan.memory import Coefficients
+from corral.plan.models import catalogue
 from corral.plan.models.facts import facts_from_folder
 from corral.plan.speed import predict
 
@@ -50,6 +52,7 @@ MIDDLE = {"hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 2
           "tie_word_embeddings": True}  # Llama 3.2 3B  # fmt: skip
 SEVENTY = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
 BATCHES_SMALL: dict[str, object] = {"max_num_batched_tokens": 2048, "max_num_seqs": 256}
+GRAPHS_FEW: dict[str, object] = {"max_graph_size": 256, "max_num_seqs": 256}
 HUGE = {"hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 16, "num_attention_heads": 128}
 
 
@@ -59,6 +62,7 @@ class Case:
     change: dict[str, Any] = field(default_factory=dict)  # of the 8B's config
     fixed: dict[str, object] = field(default_factory=dict)
     rounds: int = 3  # requests per client at each concurrency; 0: memory only
+    model: str = ""  # of the catalogue, in bf16, in place of the 8B's config; `change` is of its text model
 
 
 CASES = (
@@ -74,7 +78,27 @@ CASES = (
     Case("3b-tied-bf16", MIDDLE),
     Case("8b-bf16-kv-fp8", {}, {"kv": "fp8"}),
     Case("8b-bf16-2048", {}, BATCHES_SMALL),
-)
+    Case("qwen3-30b-a3b", {"rms_norm_eps": 1e-6, "norm_topk_prob": True, "mlp_only_layers": [], "rope_theta": 1e6},
+         fixed=GRAPHS_FEW, rounds=2, model="qwen3-30b-a3b"),
+    Case("deepseek-v3-8-layers", {
+        "num_hidden_layers": 8, "first_k_dense_replace": 1, "n_routed_experts": 64, "n_group": 8, "topk_group": 4,
+        "num_nextn_predict_layers": 0, "rope_theta": 10000, "scoring_func": "sigmoid", "topk_method": "noaux_tc",
+        "routed_scaling_factor": 2.5, "norm_topk_prob": True, "rms_norm_eps": 1e-6,
+    }, GRAPHS_FEW, rounds=2, model="deepseek-v3"),
+    Case("gpt-oss-20b", {"experts_per_token": 4, "swiglu_limit": 7.0, "rms_norm_eps": 1e-5, "rope_theta": 150000},
+         fixed=GRAPHS_FEW, rounds=2, model="gpt-oss-20b"),
+    Case("gemma-3-27b", {
+        "architectures": ["Gemma3ForCausalLM"], "query_pre_attn_scalar": 168, "rms_norm_eps": 1e-6,
+        "rope_local_base_freq": 10000.0, "rope_theta": 1e6, "hidden_activation": "gelu_pytorch_tanh",
+    }, GRAPHS_FEW, rounds=2, model="gemma-3-27b-it"),
+    Case("nemotron-3-nano-30b-a3b", {
+        "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.5,
+        "layer_norm_epsilon": 1e-5, "norm_eps": 1e-5, "mamba_hidden_act": "silu", "mamba_proj_bias": False,
+        "mlp_bias": False, "use_bias": False, "use_mamba_kernels": True, "residual_in_fp32": False,
+        "time_step_floor": 1e-4, "time_step_max": 0.1, "time_step_min": 0.001, "hidden_dropout": 0.0,
+        "attention_dropout": 0.0, "rope_theta": 10000, "sliding_window": None,
+    }, GRAPHS_FEW, rounds=2, model="nvidia-nemotron-3-nano-30b-a3b-bf16"),
+)  # fmt: skip
 
 KEEP = re.compile(r"GiB|KV cache size|took|takes|version|Error|attention backend|non-default")
 
@@ -83,9 +107,16 @@ def prepare(case: Case, models: Path, work: Path) -> Path:
     """A model folder of the case's shape with the 8B's tokenizer."""
     base, folder = models / "llama-3.1-8b", work / case.name
     shutil.copytree(base, folder)
-    config = {**json.loads((base / "config.json").read_text()), **case.change}
-    if "head_dim" not in case.change:
-        config["head_dim"] = 128
+    config = json.loads((base / "config.json").read_text())
+    if case.model:
+        entry = catalogue.find(case.model)
+        assert entry is not None, case.model
+        text = dict(entry.config.get("text_config", entry.config))
+        text.pop("quantization_config", None)
+        special = {key: config[key] for key in ("vocab_size", "bos_token_id", "eos_token_id")}
+        config = {**text, **special, "pad_token_id": 0, **case.change}
+    else:
+        config |= {"head_dim": 128, **case.change}
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
@@ -194,6 +225,8 @@ async def _measure(port: int, rounds: int) -> dict[str, float]:
             [(await _one(session, port, next(seed), 6000, 2))[0] for _ in range(3)]
         )
         for concurrency in (16, 64, 256):
+            # kernels of a mixture are compiled for the number of tokens of a step
+            await asyncio.gather(*(_one(session, port, next(seed), 128, 16) for _ in range(concurrency)))
             left = iter(range(concurrency * rounds))
             done: list[tuple[float, float, int]] = []
 

@@ -271,7 +271,7 @@ def test_experts_are_divided_over_all_ranks_of_an_engine() -> None:
 
 
 @pytest.mark.parametrize(
-    ("goal", "wanted"), [("balanced", Parallel(1, 1, 8, expert=True)), ("latency", Parallel(8)),
+    ("goal", "wanted"), [("balanced", Parallel(2, 1, 4, expert=True)), ("latency", Parallel(8)),  # DP8: 2% less
                          ("throughput", Parallel(1, 1, 8, expert=True))],
 )  # fmt: skip
 def test_deepseek_on_eight_h200_is_laid_out_as_the_recipes_deploy_it(goal: str, wanted: Parallel) -> None:

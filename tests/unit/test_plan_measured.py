@@ -4,6 +4,10 @@ One H200 (139.8 GiB), vLLM 0.26.0, torch 2.11.0+cu130, driver 580.159.04, dummy 
 not take CUDA graphs out of the KV cache (its second model runner); 0.32 does, hence `counts_graphs`.
 """
 
+import importlib
+import json
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,6 +34,14 @@ THREE = {"hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28
 FP8 = {"quantization_config": {"quant_method": "fp8"}}
 SMALL = {"max_num_batched_tokens": 2048, "max_num_seqs": 256}
 OLD = Tuning(memory=Coefficients.of_version("0.26.0"))
+
+
+@pytest.fixture
+def plan_accuracy(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    yield importlib.import_module("plan_accuracy")
+    sys.modules.pop("plan_accuracy", None)
+
 
 # shape, fixed settings: weights GiB, activation GiB, graphs GiB, KV tokens
 MEMORY: dict[str, tuple[dict[str, Any], dict[str, Any], float, float | None, float | None, int]] = {
@@ -75,6 +87,33 @@ def test_memory(name):
     if graphs is not None:
         assert memory.graph_bytes_per_gpu / GIB == pytest.approx(graphs, rel=0.15)
     assert memory.kv_cache_tokens == pytest.approx(tokens, rel=0.02)
+
+
+# models of other families, cut as benchmarks/plan_accuracy.py cuts them, with vLLM's second model runner: weights and
+# activation GiB, KV tokens, tokens/s of one stream
+OTHERS: dict[str, tuple[float, float | None, int, float]] = {
+    "qwen3-30b-a3b": (56.7, None, 773_568, 244.6),
+    "deepseek-v3-8-layers": (44.32, 6.53, 9_034_752, 302.1),
+    "gpt-oss-20b": (38.36, None, 1_944_652, 331.2),
+    "gemma-3-27b": (49.18, 1.45, 145_358, 63.5),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_models_of_other_families(name, plan_accuracy, tmp_path):
+    (tmp_path / "llama-3.1-8b").mkdir()
+    special = {"bos_token_id": 128000, "eos_token_id": 128001}
+    (tmp_path / "llama-3.1-8b" / "config.json").write_text(json.dumps({**BASE, **EIGHT, **special}))
+    case = next(case for case in plan_accuracy.CASES if case.name == name)
+    folder = plan_accuracy.prepare(case, tmp_path, tmp_path)
+    goal = Goal(prompt_tokens=128, output_tokens=128)
+    plan = make_plan(read_facts(str(folder)), parse_gpus("H200"), goal, {"max_model_len": 8192, **case.fixed}, OLD)
+    weights, activation, tokens, decode = OTHERS[name]
+    assert plan.memory.weights_bytes_per_gpu / GIB == pytest.approx(weights, rel=0.01)
+    if activation is not None:
+        assert plan.memory.activation_bytes_per_gpu / GIB == pytest.approx(activation, rel=0.1)
+    assert plan.memory.kv_cache_tokens == pytest.approx(tokens, rel=0.02)
+    assert plan.speed.decode_tokens_per_s == pytest.approx(decode, rel=0.1)
 
 
 @pytest.mark.parametrize(("version", "counts"), [("0.26.0", False), ("v0.29.1+cu130", False), ("0.30.0", True),

@@ -40,6 +40,9 @@ class Coefficients:
     graph_large_copies: float = 0.4  # the same of sizes beyond vLLM's own; one 8B shape
     graph_batch_copies: float = 2.84  # the same of max_num_batched_tokens × hidden
     graph_layer_gib: float = 0.0079  # per layer, 51 sizes captured whole and in pieces
+    graph_latent_splits: int = (
+        64  # latents' partial results of the largest graph, in fp32; vLLM's 32 twice; one shape
+    )
     correction_gib: float = 0.0  # learned from deployments (corral.plan.measured)
     counts_graphs: bool = True  # whether vLLM takes CUDA graphs out of the KV cache
     sizes_graphs: bool = True  # whether it can be told how large they are to be
@@ -94,18 +97,32 @@ def kv_element(model: ModelFacts, precision: Precision) -> float:
     return 1.0 if precision.kv.startswith("fp8") else _wide(model, precision)
 
 
-def _activation(model: ModelFacts, parallel: Parallel, wide: float, settings: EngineSettings, c: Coefficients) -> int:
+LATENT_ROWS = 256  # the largest graph whose partial results were measured: not continued beyond
+LATENT_TOKENS = 64 << 10  # of an earlier part of a prompt, expanded at once: vLLM's own limit
+
+
+def _activation(
+    model: ModelFacts,
+    parallel: Parallel,
+    wide: float,
+    settings: EngineSettings,
+    max_model_len: int,
+    c: Coefficients,
+) -> int:
     """The larger of two peaks, which fit the shapes measured on an H200 to 5% (docs/measurements/planning.md).
 
     In the MLP: gate, up and their product, and three hidden tensors. At the head, in compiled models: as much as the
-    head itself, and two hidden tensors.
+    head itself, and two hidden tensors. With latent attention, the keys and values that latents are expanded to.
     """
+    pages = settings.max_num_seqs * settings.block_size
+    read = max(min(max(8 * max_model_len, 4 * pages), LATENT_TOKENS), pages)
+    latents = read * max((one.expanded for one in model.caches), default=0) / parallel.tensor * wide
     tokens = settings.max_num_batched_tokens
     experts = max(1, model.experts_per_token)
     width = 3 * model.intermediate * experts / parallel.tensor
     forward = tokens * wide * (width + c.hidden_copies * model.hidden) + c.forward_gib * GIB
     head = wide * (model.vocab * model.hidden / parallel.tensor + 2 * tokens * model.hidden)
-    return int(forward if settings.eager else max(forward, head))
+    return int(latents + (forward if settings.eager else max(forward, head)))
 
 
 def _graphs(
@@ -117,7 +134,10 @@ def _graphs(
     rows_kept = c.graph_hidden_copies * sum(n for n in sizes if n <= MEASURED_BY_ITSELF)
     rows_kept += c.graph_large_copies * sum(n for n in sizes if n > MEASURED_BY_ITSELF)
     rows_kept += c.graph_batch_copies * settings.max_num_batched_tokens
-    return int(layers + rows_kept * model.hidden * wide)
+    latent = next((one.width for one in model.caches if one.expanded), 0)
+    rows = min(max(sizes, default=0), LATENT_ROWS)
+    splits = c.graph_latent_splits * rows * model.heads / parallel.tensor * latent * 4
+    return int(layers + rows_kept * model.hidden * wide + splits)
 
 
 def measure(
@@ -139,7 +159,7 @@ def measure(
         graphs = _graphs(model, inventory.kind, parallel, wide, settings, c)
     talking = parallel.replica_gpus > 1 or (model.experts > 0 and parallel.data > 1)
     overhead = int((c.non_torch_gib + (c.nccl_gib if talking else 0)) * GIB)
-    activation = _activation(model, parallel, wide, settings, c)
+    activation = _activation(model, parallel, wide, settings, max_model_len, c)
     activation += draft.pass_bytes(model, settings.max_num_batched_tokens, wide) if draft else 0
     drafting = [0] * (parallel.pipeline - 1) + [draft.bytes_per_gpu(parallel) if draft else 0]
     budget = int(settings.gpu_memory_utilization * inventory.memory_bytes_per_gpu)

@@ -37,7 +37,10 @@ class Efficiency:
     matrix_experts: float = 0.28  # of the experts' grouped products: sums of measured operators, not whole steps
     layer_s: float = 34e-6  # small kernels of one layer, CUDA graphs on
     fp8_layer_s: float = 12e-6  # quantising activations, more of the same
-    latent_layer_s: float = 120e-6  # latent attention: more kernels in a row; from sums of measured operators
+    latent_layer_s: float = (
+        120e-6  # latent attention in fp8, from sums of measured operators; in bf16 nothing was seen
+    )
+    experts_layer_s: float = 10e-6  # routing and sorting for the experts
     step_s: float = 0.3e-3  # scheduling and sampling that no kernel hides, one step
     sequence_s: float = 14e-6  # per running request and step
     hidden_sequences: int = 256  # beyond so many, products hide it: 1,000 of an 8B model ran in 29 ms
@@ -214,8 +217,10 @@ class Roof:
         return read
 
     def _layer_s(self) -> float:
-        latent = self.e.latent_layer_s if self.model.latent else 0.0
-        return self.e.layer_s + latent + (self.e.fp8_layer_s if self.precision.weights == "fp8" else 0.0)
+        more = self.e.experts_layer_s if self.model.experts else 0.0
+        if self.precision.weights == "fp8":
+            more += self.e.fp8_layer_s + (self.e.latent_layer_s if self.model.latent else 0.0)
+        return self.e.layer_s + more
 
     def _touched(self, batch: float) -> float:
         """Share of the experts that a batch needs."""

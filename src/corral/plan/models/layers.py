@@ -59,6 +59,7 @@ class Cache:
     element_bytes: float = 0  # of a number, where the engine fixes it; 0: as the KV cache
     state_bytes: int = 0  # of one sequence in one layer, instead of tokens
     copies: int = 0  # of a state that a sequence holds while prefixes are cached: vLLM's default
+    expanded: int = 0  # numbers that prompts compute with in place of a token's latent, in all heads
 
     @property
     def words(self) -> str:
@@ -148,7 +149,8 @@ class Latent:
             yield Module("self_attn.indexer.k_norm", 2 * self.index_dim, "small", False)
 
     def caches(self) -> Iterator[Cache]:
-        yield Cache("latent", 1, 1, self.rank + self.rope)
+        expanded = 0 if self.index_heads else self.heads * (self.nope + self.value)
+        yield Cache("latent", 1, 1, self.rank + self.rope, expanded=expanded)
         if self.index_heads:
             yield index_cache(self.index_dim)
 
