@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+from corral.engines.engine_side import quick_start
 from tests.integration.conftest import Corral
 
 
@@ -34,6 +35,29 @@ def test_the_flags_shipped_with_corral_are_those_of_the_engine(corral: Corral) -
     shipped = json.loads((resources.files("corral") / "data" / "engines" / "flags-0.32.0.json").read_text())
     listed = json.loads(done.stdout.splitlines()[-1])
     assert listed == {**shipped, "version": listed["version"]}
+
+
+KNOWN_TO_QUICK_START = """
+import sys
+import corral_quick_start as quick
+quick.import_all([sys.argv[1]])
+why = quick.fork_everywhere()
+import vllm.v1.utils as manager
+from vllm.model_executor.models import registry
+threads = open("/proc/self/status").read().partition("Threads:")[2].split()[0]
+print(why or "forks", threads, manager.multiprocessing.get_context("spawn").get_start_method(),
+      "vllm.model_executor.models." + sys.argv[2] in sys.modules, registry._run_in_subprocess(lambda: "here"))
+"""
+
+
+def test_the_quick_start_on_gpus_knows_this_vllm(corral: Corral, tiny_model: Path, tmp_path: Path) -> None:
+    """The pinned vLLM has what the quick start replaces, and its imports leave one thread, which may be forked."""
+    (tmp_path / "corral_quick_start.py").write_bytes(Path(quick_start.__file__).read_bytes())
+    command = [str(corral.engine / "bin" / "python"), "-c", KNOWN_TO_QUICK_START, str(tiny_model), "llama"]
+    env = {**corral.env, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].split() == ["forks", "1", "fork", "True", "here"]
 
 
 def test_an_interrupted_install_leaves_no_engine_and_two_at_once_make_one(corral: Corral, tmp_path: Path) -> None:

@@ -387,7 +387,7 @@ def test_words_folders_and_variables_arrive_unchanged(name: str, tools: Tools) -
     assert cwd == one.cwd
     assert {key: seen[key] for key in one.env} == one.env
     assert "HF_TOKEN" not in seen
-    for cache in ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR"):
+    for cache in ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
         assert seen[cache].startswith(str(tools.place / "corral" / "cache"))
 
 

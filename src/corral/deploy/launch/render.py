@@ -126,10 +126,12 @@ class Order:
     patience: Patience = field(default_factory=Patience)
 
 
+QUICK_START = "corral_quick_start"
 FILES = (
     PlacedFile("node/agent", "agent.py"),
     PlacedFile("node/guard.py", "corral_guard.py"),
     PlacedFile("node/row_socket.py", "corral_row_socket.py"),
+    PlacedFile("engines/engine_side/quick_start.py", f"{QUICK_START}.py"),
     PlacedFile("node/ray_rank.py", RAY_SCRIPT),
 )
 # variables of the user's shell that must not reach an engine: secrets, and switches that would open or bypass its
@@ -230,7 +232,9 @@ def _rank(plan: Plan, order: Order, runtime: Runtime, linked: LinkedRank) -> Ran
     serve = None
     if linked.serves:
         serve = Serve(order.host, order.ports.serve, order.served_name, str(order.folder.key), order.task)
+    quick = [*runtime.python, "-m", QUICK_START] if plan.inventory.gpu and len(order.nodes) == 1 else []
     engine = [
+        *quick,
         *runtime.serve,
         order.model_path,
         *_served_names(order),

@@ -173,9 +173,14 @@ RUNTIMES = {
 
 
 def kept_caches(home: str, name: str) -> dict[str, str]:
-    """Where compiled code is kept between starts, so that a second start loads it."""
+    """Where compiled code is kept between starts, so that a second start loads it.
+
+    Triton's own folder depends on whether the model was compiled in this start: a second start would not find the
+    first one's sampling kernels.
+    """
     cache = PurePath(home) / "cache" / name
-    return {"VLLM_CACHE_ROOT": str(cache / "vllm"), "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor")}
+    folders = {"VLLM_CACHE_ROOT": "vllm", "TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+    return {variable: str(cache / folder) for variable, folder in folders.items()}
 
 
 def read_options(kind: type[T], options: Mapping[str, object], runtime: str) -> T:
