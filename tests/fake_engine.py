@@ -64,6 +64,7 @@ def main() -> None:
         host=given("--host"),
         port=int(given("--port")),
         key_file=Path(os.environ["CORRAL_KEY_FILE"]),
+        adapters=Path(os.environ["CORRAL_ADAPTERS"]) if "CORRAL_ADAPTERS" in os.environ else None,
         answer_tokens=(2, 6),
         pace=Pace(requests_per_s=float(os.environ.get("FAKE_RATE", "0")), tokens_per_s=tokens_per_s),
         faults=tuple(map(parse_fault, faults.split())),

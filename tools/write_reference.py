@@ -22,6 +22,7 @@ WIDTH = 100  # columns, whatever the terminal has
 # An option that several verbs have means the same with each. Where their help differs: what it means, and what each
 # help text must contain for that (a regular expression, in lower case).
 MEANINGS: dict[str, tuple[str, str]] = {
+    "--adapters": ("folder of adapters, one in each of its folders", "of dir beside the model"),
     "--all": ("also what is left out without it", r"\balso\b|\ball\b|\btoo\b"),
     "--allowed-origins": ("pages that may call the address from a browser", "pages that may"),
     "--answer-column": ("column of the result", "column"),

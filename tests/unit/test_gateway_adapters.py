@@ -29,6 +29,12 @@ class Server:
         self.name, self.work_tokens, self.recent, self.holdings = name, work, 0.0, Holdings()
 
 
+def folder_of(tmp_path: Path, *names: str) -> Path:
+    for name in names:
+        (tmp_path / "adapters" / name).mkdir(parents=True)
+    return tmp_path / "adapters"
+
+
 def prompt(tokens: float = 10.0) -> RoutedPrompt:
     return RoutedPrompt("a", [], 1.0, tokens, 0, 1.0, 1, stream=False)
 
@@ -68,7 +74,7 @@ def test_a_hot_adapter_gets_more_members() -> None:
 @in_loop
 async def test_32_adapters_on_a_fleet_of_two_under_load(tmp_path: Path) -> None:
     pace = Pace(ttft_s=0.002, itl_s=0.001, max_seqs=64)
-    with servers(tmp_path, 2, adapters=NAMES, pace=pace) as (a, b):
+    with servers(tmp_path, 2, adapters=folder_of(tmp_path, *NAMES), pace=pace) as (a, b):
         async with gateway_to(a.url, b.url, adapters=NAMES, seats=64, grants=GRANTS) as gateway:
             monitor = asyncio.ensure_future(HealthMonitor(gateway, 0.05).run())
             await until(lambda: set(gateway.pools) == {"fake", *NAMES})
@@ -114,7 +120,7 @@ def test_the_paths_that_load_adapters_are_closed(tmp_path: Path, path: str) -> N
 
 @in_loop
 async def test_an_adapter_comes_and_goes_with_its_owners_folder(tmp_path: Path) -> None:
-    with servers(tmp_path, 1, adapters=("old", "new", "claimed")) as (a,):
+    with servers(tmp_path, 1, adapters=folder_of(tmp_path, "old", "new", "claimed")) as (a,):
         async with gateway_to(a.url, adapters=("old",), grants=GRANTS) as gateway:
             monitor = asyncio.ensure_future(HealthMonitor(gateway, 0.01).run())
             await until(lambda: "old" in gateway.pools)

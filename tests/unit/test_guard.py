@@ -369,18 +369,24 @@ def test_with_adapters_vllms_own_paths_stay_closed(adapted: tuple[guard.Guard, L
     assert call(adapted[0], f"/v1/{path}", None, "POST")[0] == 401
 
 
-def test_vllms_switch_is_set_where_there_are_adapters_only(tmp_path: Path) -> None:
+def imported(tmp_path: Path, folder: Path | None) -> subprocess.CompletedProcess[str]:
+    """The guard in a process of its own, beside a vLLM that has nothing but its resolver."""
+    module = tmp_path / "vllm" / "plugins" / "lora_resolvers" / "filesystem_resolver.py"
+    module.parent.mkdir(parents=True, exist_ok=True)
+    module.touch()
     script = "import os; import guard; print(os.environ.get('VLLM_ALLOW_RUNTIME_LORA_UPDATING'))"
-    for folder, expected in ((str(tmp_path), "1"), ("", "None")):
-        env = {**os.environ, "CORRAL_ADAPTERS": folder, "PYTHONPATH": str(Path(guard.__file__).parent)}
-        env.pop("VLLM_ALLOW_RUNTIME_LORA_UPDATING", None)
-        done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True)
-        assert done.stdout.strip() == expected
+    env = {**os.environ, "PYTHONPATH": f"{Path(guard.__file__).parent}:{tmp_path}"}
+    env.pop("VLLM_ALLOW_RUNTIME_LORA_UPDATING", None)
+    env |= {"CORRAL_ADAPTERS": str(folder)} if folder else {}
+    return subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
 
 
-def test_a_server_does_not_start_without_its_folder(
-    guarded: guard.Guard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CORRAL_ADAPTERS", str(tmp_path / "nowhere"))
-    with pytest.raises(RuntimeError, match=f"no folder of adapters {tmp_path}/nowhere here"):
-        guard.Guard(app)
+def test_vllms_switch_is_set_where_there_are_adapters_only(tmp_path: Path) -> None:
+    assert imported(tmp_path, tmp_path).stdout == "1\n"
+    assert imported(tmp_path, None).stdout == "None\n"
+
+
+def test_a_server_does_not_start_without_its_folder(tmp_path: Path) -> None:
+    done = imported(tmp_path, tmp_path / "nowhere")
+    assert done.returncode
+    assert f"there is no folder of adapters {tmp_path}/nowhere here" in done.stderr

@@ -43,7 +43,8 @@ _SAME = (  # an option and a field
 
 @click.command(epilog="Faults and their settings: docs/fake-server.md.")
 @click.option("--model", default="fake", show_default=True, help="Name of the served model.")
-@click.option("--adapter", "adapters", multiple=True, metavar="NAME", help="Serve an adapter, too; repeatable.")
+@click.option("--adapters", metavar="DIR", type=click.Path(path_type=Path, exists=True, file_okay=False),
+              help="Serve the folders of DIR beside the model, each by its name.")  # fmt: skip
 @click.option("--bind", "host", cls=RenamedOption, was="--host", default="127.0.0.1", show_default=True,
               metavar="ADDRESS", help="Address to listen on.")  # fmt: skip
 @click.option("--port", default=0, show_default=True, help="Port; 0 takes a free one.")

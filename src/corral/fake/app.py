@@ -72,7 +72,7 @@ class FakeOptions:
     faults: tuple[Fault, ...] = ()
     tool_calls: tuple[tuple[str, str], ...] = ()  # name and arguments, in the order of a conversation
     answer: str = ""  # to everything
-    adapters: tuple[str, ...] = ()  # names that are served beside the model
+    adapters: Path | None = None  # a folder: its folders are served beside the model, by their names
     thoughts: int = 0  # tokens of every chat answer that come first, as `reasoning`
 
 
@@ -168,7 +168,7 @@ class App:
 
     def _check_model(self, body: dict[str, Any]) -> None:
         name = body.get("model")
-        if name and name != self.options.model and name not in self.options.adapters:
+        if name and name != self.options.model and name not in self._adapters():
             message = f"The model `{name}` does not exist. Valid aliases: {self.options.model}."
             raise FakeRefusedError(404, message, "NotFoundError", "model")
 
@@ -252,6 +252,10 @@ class App:
         to.send(response(200 if ok else 503, b""))
         to.done()
 
+    def _adapters(self) -> list[str]:
+        folder = self.options.adapters
+        return sorted(one.name for one in folder.iterdir() if one.is_dir() and one.name[0] != ".") if folder else []
+
     def _models(self, to: FakeConnection, _: bytes) -> None:
         o = self.options
         flags = {"allow_create_engine": False, "allow_sampling": True, "allow_logprobs": True}
@@ -260,7 +264,7 @@ class App:
         permission |= {"organization": "*", "group": None, "is_blocking": False}
         card = {"id": o.model, "object": "model", "created": o.created, "owned_by": "vllm", "root": o.model}
         card |= {"parent": None, "max_model_len": o.max_model_len, "permission": [permission]}
-        adapters = [{**card, "id": name, "root": f"/{name}", "parent": o.model} for name in o.adapters]
+        adapters = [{**card, "id": name, "root": f"/{name}", "parent": o.model} for name in self._adapters()]
         self._json(to, {"object": "list", "data": [card, *adapters]})
 
     def _metrics_page(self, to: FakeConnection, _: bytes) -> None:

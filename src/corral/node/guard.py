@@ -57,12 +57,16 @@ OPEN_WITH_KEY = frozenset(
 OPEN_PREFIX = "/v1/"
 ONE_MODEL = "/v1/models/"  # OpenAI has this path for each model; vLLM has only the list
 PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}\Z")  # of an adapter; as in engines/adapters.py
+RESOLVER = "vllm.plugins.lora_resolvers.filesystem_resolver"
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 NOT_FOUND = b'{"detail":"Not Found"}'  # as FastAPI answers
 if os.environ.get("CORRAL_STORE_RESPONSES"):  # on import: before vLLM reads it, after the engine's process started
     os.environ["VLLM_ENABLE_RESPONSES_API_STORE"] = "1"
 
-if os.environ.get("CORRAL_ADAPTERS"):
+if os.environ.get("CORRAL_ADAPTERS"):  # a server without its adapters, or that cannot find them, does not start
+    if not os.path.isdir(os.environ["CORRAL_ADAPTERS"]):
+        raise RuntimeError("corral guard: there is no folder of adapters %s here" % os.environ["CORRAL_ADAPTERS"])
+    importlib.import_module(RESOLVER)
     os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
 
 CLOSED_UNDER_PREFIX = frozenset({"load_lora_adapter", "unload_lora_adapter"})
@@ -109,7 +113,8 @@ class Guard:
         self._origins = frozenset(json.loads(os.environ.get("CORRAL_ALLOWED_ORIGINS", "[]")))
         self._checked, self._draining = float("-inf"), False
         self._rows: Any = None
-        self._adapters = Adapters.of(os.environ.get("CORRAL_ADAPTERS", ""))
+        folder = os.environ.get("CORRAL_ADAPTERS", "")
+        self._adapters = Adapters(folder) if folder else None
 
     async def __call__(self, scope: Scope, receive: Any, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -226,18 +231,11 @@ class Adapters:
         self._stamps = {}  # type: Dict[str, Any]  # of the files that were loaded
         self._times = {}  # type: Dict[str, int]  # that each was resolved
 
-    @classmethod
-    def of(cls, folder: str) -> Any:
-        """None where none is named; raises where it is not there, so that no server starts without it."""
-        if folder and not os.path.isdir(folder):
-            raise RuntimeError("corral guard: there is no folder of adapters %s here" % folder)
-        return cls(folder) if folder else None
-
     def serve(self, app: Any) -> None:
         """Let vLLM's directory resolver find the adapters."""
         models = app.state.openai_serving_models
         self._loaded = models.lora_requests
-        module = importlib.import_module("vllm.plugins.lora_resolvers.filesystem_resolver")
+        module = importlib.import_module(RESOLVER)
         self._resolve = module.FilesystemResolver(self.folder)._get_lora_req_from_path
         models.lora_resolvers[:] = [self]
 
