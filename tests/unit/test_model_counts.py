@@ -35,6 +35,10 @@ ROWS: list[dict[str, Any]] = [
     for file in ("src/corral/data/models.json", "tests/data/model_configs.json")
     for row in json.loads((REPOSITORY / file).read_text(encoding="utf-8"))
 ]
+SEVERAL = json.loads((REPOSITORY / "tests/data/family_counts.json").read_text(encoding="utf-8"))["families"]
+CONFIGS: list[dict[str, Any]] = [
+    *(row["config"] for row in ROWS), *(row["configs"][-1][0] for row in SEVERAL if row["served"])
+]  # fmt: skip
 # two checkpoints of one model, of which one is said to have 30 and the other 31.6 billion parameters
 CONTRADICTORY = ("nvidia-nemotron-3-nano-30b-a3b-bf16", "nvidia-nemotron-3.5-lightning-30b-a3b-nvfp4")
 
@@ -197,7 +201,7 @@ _VALUE = st.one_of(st.none(), st.booleans(), st.integers(-3, 10**9), st.floats()
 @settings(max_examples=150)
 @given(st.data())
 def test_damaged_configs_end_in_facts_or_in_a_sentence(data: st.DataObject) -> None:
-    config = json.loads(json.dumps(data.draw(st.sampled_from(ROWS))["config"]))
+    config = json.loads(json.dumps(data.draw(st.sampled_from(CONFIGS))))
     for _ in range(data.draw(st.integers(1, 3))):
         inner = [one for one in (config, *config.values()) if isinstance(one, dict) and one]
         place = data.draw(st.sampled_from(inner))
