@@ -29,7 +29,7 @@ from corral.lab.report.batch import status_lines as batch_status_lines
 from corral.lab.report.batch import summary_lines
 from corral.lab.report.bench import comparison_lines, run_lines, series_lines
 from corral.lab.report.doctor import report_lines
-from corral.lab.report.status import status_facts, status_lines
+from corral.lab.report.status import start_rows, status_facts, status_lines
 from corral.plan.hardware.fabric import choose_fabric
 from corral.plan.hardware.inventory import GIB
 from corral.plan.hardware.survey import Disk, GpuFacts, GpuProcess, Interface, NodeFacts
@@ -190,6 +190,10 @@ COMPARED = Differences(
 )  # fmt: skip
 
 
+TOOK = {"starting": 41.0, "initialising": 95.2, "loading": 388.2, "compiling": 620.4, "warming": 140.0}
+USUAL = {"compiling": Expected(61.0, remembered=True), "warming": Expected(20.0)}  # the second by the plan alone
+
+
 def status(columns: int | None) -> Iterator[str]:
     now = time.time()
     for number, found in enumerate((READY, LOADING, FAILED)):
@@ -197,6 +201,7 @@ def status(columns: int | None) -> Iterator[str]:
         found = dataclasses.replace(found, since_s=now - 8_000, phase_since_s=now - 200)
         ranks = tuple(RankMember(rank, f"holygpu8a10{rank}", 4, rank == 0 or not waits) for rank in range(2))
         facts = status_facts(found, None, ranks, HeldJob("48211937", now + 9_000.5))
+        facts += start_rows(TOOK, USUAL) if not number else []
         facts += [("followed by", "llama-3.1-405b-instruct~2 (queued)")] if not number else []
         yield from ("", *status_lines(facts, COMPARED if not number else None, columns))
 

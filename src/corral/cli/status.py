@@ -14,13 +14,15 @@ from corral.base.record import load_json, to_json
 from corral.base.shell import answering_soon
 from corral.cli.options import deployment_argument, json_option
 from corral.client.endpoint import Endpoint
+from corral.deploy.deployment.events import read_events
 from corral.deploy.deployment.folder import DeploymentFolder
+from corral.deploy.deployment.start_times import durations, expected_of
 from corral.deploy.deployment.state import State
 from corral.deploy.lifecycle.deployments import HeldJob, RankMember, held_job, members, status
 from corral.deploy.lifecycle.watching import learn_from
 from corral.lab.report import tables
 from corral.lab.report.screen import print_json, say_waiting
-from corral.lab.report.status import fleet_lines, status_facts, status_lines
+from corral.lab.report.status import fleet_lines, start_rows, status_facts, status_lines
 from corral.plan.measured import Differences
 from corral.serve.fleet.chain import choose_folder, read_chain, read_members
 from corral.serve.fleet.status import chosen_fleet, fleet_status
@@ -57,12 +59,19 @@ def _show(name: str | None, as_json: bool) -> None:
     nodes, job = members(folder), held_job(folder)
     if as_json:
         more_json = {"plan_against_engine": compared, **_where(nodes, job), "followed_by": _following(folder)}
+        more_json["phases"] = _took(folder)
         print_json({**to_json(current), "answers": answers, **more_json})
     else:
-        facts = [*status_facts(current, answers, nodes, job), *_followers(folder)]
+        start = start_rows(_took(folder), expected_of(folder))
+        facts = [*status_facts(current, answers, nodes, job), *start, *_followers(folder)]
         click.echo("\n".join(status_lines(facts, compared, tables.room())))
     if current.state is State.FAILED:
         raise SystemExit(8)
+
+
+def _took(folder: DeploymentFolder) -> dict[str, float]:
+    """Seconds of each phase of a start that became ready."""
+    return durations(read_events(folder.rank(0).events))
 
 
 def _where(nodes: Sequence[RankMember], job: HeldJob | None) -> dict[str, object]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from corral.base.wording import duration
 from corral.deploy.deployment.events import Event
-from corral.deploy.deployment.start_times import amount
+from corral.deploy.deployment.start_times import Expected, amount
 from corral.deploy.deployment.state import ENDED, State
 from corral.deploy.lifecycle.deployments import HeldJob, RankMember, Status
 from corral.lab.report import tables
@@ -152,6 +152,16 @@ def status_facts(
         rows.append(("ready after", duration(status.timings.ready_s)))
     if status.restarts:
         rows.append(("restarts", str(status.restarts)))
+    return rows
+
+
+def start_rows(took: Mapping[str, float], expected: Mapping[str, Expected]) -> list[tuple[str, str]]:
+    """The phases of a start with what each took, beside what it usually takes where that was much less."""
+    rows = []
+    for phase, seconds in took.items():
+        usual = expected.get(phase)
+        slow = usual is not None and usual.remembered and usual.is_overdue(seconds)
+        rows.append((f"  {phase}", f"{duration(seconds)}{f', slow: {usual.text}' if usual and slow else ''}"))
     return rows
 
 
