@@ -6,17 +6,18 @@ INSTALL = tools/install_testbed.sh $(1) || test "$$(id -u)" -ne 0
 # where it is set, each of the thousands of processes of the tests compiles all it imports
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help test lint collect unit docs reference fuzz hostile soak faults cluster engine clients integration e2e bench-start lock clean
+.PHONY: help test lint collect unit docs reference fuzz hostile soak faults cluster engine client-packages clients integration e2e bench-start lock clean
 
 # Two at a time where one alone leaves a core idle: cluster waits more than it computes, what is beside it computes on one
-# core; the last of that, the default model's first start, is what integration would begin with. Lint is not beside e2e,
-# which builds a wheel in this folder. Unit and integration fill two cores and run alone (cluster beside integration gained
-# nothing and cost tests that wait). Everything is installed first: only one can install.
+# core; the last of that, the default model's first start, is what integration would begin with, and other people's
+# clients, which are a download. Lint is not beside e2e, which builds a wheel in this folder. Unit, integration and clients
+# fill two cores and run alone (cluster beside integration gained nothing and cost tests that wait). Everything of the
+# distribution is installed first: only one can install.
 test: .venv/.test-installed  ## everything a change must pass: all tiers, the waiting ones side by side
 	$(call INSTALL)
 	$(PYTHON) tools/side_by_side.py e2e docs
-	$(PYTHON) tools/side_by_side.py cluster lint,fuzz,hostile,collect,engine
-	$(MAKE) --no-print-directory unit integration
+	$(PYTHON) tools/side_by_side.py cluster lint,fuzz,hostile,collect,engine,client-packages
+	$(MAKE) --no-print-directory unit integration clients
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
@@ -77,6 +78,9 @@ integration: .venv/.test-installed  ## real vLLM on the CPU (installed into .scr
 
 engine: .venv/.test-installed  ## the engine of the real-vLLM tier, and its default model compiled (into .scratch/)
 	nice -n 5 $(PYTHON) -m tests.integration.first_start  # beside it, tests are waiting for something
+
+client-packages: .venv/.test-installed  ## other people's clients, installed into .scratch/: a slow index fails no test
+	nice -n 5 $(PYTHON) -m tests.clients.environments
 
 clients: .venv/.test-installed  ## other people's clients (installed into .scratch/) at real vLLM and the gateway
 	$(PYTEST) tests/clients --timeout 900 --durations 12

@@ -101,7 +101,7 @@ def call_json_schema() -> None:
 
 
 def call_json_object() -> None:
-    answer = chat(response_format={"type": "json_object"}, max_tokens=60)
+    answer = chat(response_format={"type": "json_object"}, max_tokens=20)
     assert answer.choices[0].finish_reason == "length" or json.loads(answer.choices[0].message.content)
 
 
