@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import math
 import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -55,8 +57,8 @@ class Reporter:
 def evaluate(server: FakeServer | str, folder: Path, *tasks: str, **more: Any) -> EvalOutcome:
     url = server if isinstance(server, str) else server.url
     request = EvalRequest(
-        tasks, folder, more.pop("settings", EvalSettings()), runner=RunnerSettings(backoff_s=0.01, runaway_share=1),
-        **more,
+        tasks, folder, more.pop("settings", EvalSettings()),
+        runner=RunnerSettings(concurrency=2, backoff_s=0.01, runaway_share=1), **more,
     )  # fmt: skip
     servers = BatchServers(urls=(url,))
     return run_eval(request, servers, Quiet(), Reporter(), sys.executable)
@@ -151,26 +153,35 @@ import sys
 from pathlib import Path
 from tests.unit import test_eval
 test_eval.harnesses.SCRIPT = test_eval.STAND_IN
-test_eval.evaluate(sys.argv[1], Path(sys.argv[2]), "words60")
+outcome = test_eval.evaluate(sys.argv[1], Path(sys.argv[2]), "words60")
+sys.exit(130 if outcome.stopped else 0)
 """
 
 
 def test_killed_five_times_it_ends_with_the_same_result(stand_in: None, tmp_path: Path) -> None:
-    with FakeServer(FakeOptions(pace=Pace(ttft_s=0.03, max_seqs=2))) as running:
-        results = tmp_path / "killed" / "answers.jsonl"
+    results = tmp_path / "killed" / "answers.jsonl"
 
-        def answered() -> int:
-            return results.read_bytes().count(b"\n") if results.exists() else 0
+    def answered() -> int:
+        return results.read_bytes().count(b"\n") if results.exists() else 0
 
+    def begun(url: str) -> subprocess.Popen[bytes]:
+        """A run that has found another answer."""
+        before = answered()
+        child = subprocess.Popen([sys.executable, "-c", KILLED, url, str(results.parent)])
+        until(lambda: answered() > before, "another answer")
+        return child
+
+    with FakeServer(FakeOptions(pace=Pace(ttft_s=0.3))) as slow:
         for _ in range(5):
-            before = answered()
-            child = subprocess.Popen([sys.executable, "-c", KILLED, running.url, str(results.parent)])
-            until(lambda now=before: answered() > now, "another answer")  # type: ignore[misc]
+            child = begun(slow.url)
             os.kill(child.pid, signal.SIGKILL)
             child.wait()
-        assert answered() < 60
-        last = evaluate(running, results.parent, "words60")
-        whole = evaluate(running, tmp_path / "whole", "words60")
+        child = begun(slow.url)
+        child.send_signal(signal.SIGINT)
+        assert child.wait() == 130
+    with FakeServer() as fast:
+        last = evaluate(fast, results.parent, "words60")
+        whole = evaluate(fast, tmp_path / "whole", "words60")
     assert 0 < last.asked < 60
     assert last.tasks["words60"].metrics == whole.tasks["words60"].metrics
     strip = [
@@ -193,6 +204,38 @@ def test_a_harness_that_refuses_or_ends_is_told_in_words(
         evaluate(server, tmp_path, "broken")
     with pytest.raises(UsageError, match="no chat template"):
         evaluate(server, tmp_path, "words3", settings=EvalSettings(chat=True))
+
+
+class WithoutTokenize(http.server.BaseHTTPRequestHandler):
+    """A server that is not vLLM: it has models, and nothing that gives log-likelihoods."""
+
+    def do_GET(self) -> None:
+        found = self.path == "/v1/models"
+        body = json.dumps({"data": [{"id": "other"}]} if found else {"detail": "Not Found"}).encode()
+        self.send_response(200 if found else 404)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.do_GET()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        return
+
+
+def test_a_server_without_log_likelihoods_is_refused_in_words(stand_in: None, tmp_path: Path) -> None:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), WithoutTokenize) as other:
+        thread = threading.Thread(target=other.serve_forever)
+        thread.start()
+        try:
+            with pytest.raises(UsageError, match="has no /tokenize, so it gives no log-likelihoods"):
+                evaluate(f"http://127.0.0.1:{other.server_port}", tmp_path / "r", "words3")
+        finally:
+            other.shutdown()
+            thread.join()
+    assert not (tmp_path / "r" / RECORD).exists()
 
 
 def test_tasks_are_named_in_one_word_or_in_several() -> None:
