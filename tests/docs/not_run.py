@@ -15,7 +15,7 @@ NOT_RUN = {
     "--through login.cluster": "a login node with a Corral of its own: tests/cluster/test_slurm_view.py",
     "corral gateway llama": "servers of two models: tests/unit/test_gateway_process.py",
     "corral scale llama": "a fleet that runs: tests/unit/test_fleet_gateway.py",
-    "corral eval": "lm-eval's environment: tests/integration/test_default_model.py; tests/unit/test_eval.py",
+    "corral eval": "lm-eval's environment: tests/unit/test_eval.py",
     "--adapters": "adapters of the model: tests/integration/test_adapters.py",
     "--model poet": "a server with adapters: tests/integration/test_adapters.py",
     "corral adapter": "a server with adapters: tests/integration/test_adapters.py",

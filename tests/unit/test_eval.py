@@ -142,6 +142,8 @@ def test_a_task_runs_once_and_then_costs_nothing(stand_in: None, tmp_path: Path)
         assert (more.asked, more.kept) == (3, 24)
     again = evaluate(running, tmp_path / "r", "words12")  # the server is gone
     assert (again.asked, again.tasks["words12"].metrics) == (0, first.tasks["words12"].metrics)
+    with FakeServer(FakeOptions(model="other")) as other, pytest.raises(ConflictError, match="are of another model"):
+        evaluate(other, tmp_path / "r", "words12")
     record = load_record(tmp_path / "r")
     assert record.tasks.keys() == {"words12", "words15"}
     assert record.model.engine.startswith("vLLM")

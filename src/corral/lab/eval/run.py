@@ -84,6 +84,8 @@ def run_eval(
     ):
         assert served.find is not None
         found = EvaluatedServers(served.find, known.model if known else None, folder)
+        if known and servers.start_model is None:
+            found.check_those_that_answer()
         record = known or EvalRecord(found.model)
         if request.force:
             (folder / RECORD).unlink(missing_ok=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from corral.base.errors import ConflictError, UsageError
+from corral.base.errors import ConflictError, NotFoundError, UnreachableError, UsageError
 from corral.base.record import to_json
 from corral.client.client import Client
 from corral.client.client import run as run_loop
@@ -139,6 +139,16 @@ class EvaluatedServers:
                 self._check(now)
             self._found = found
         return self._found
+
+    def check_those_that_answer(self) -> None:
+        """Refuse another model also where nothing must be asked; a server that is away is none."""
+        try:
+            endpoints = [endpoint for server in self._find() if (endpoint := server.find())]
+            answering = [read_model(endpoint) for endpoint in endpoints]
+        except (UnreachableError, NotFoundError, OSError):
+            return
+        for now in answering:
+            self._check(now)
 
     def _check(self, now: EvaluatedModel) -> None:
         before = self._known = self._known or now
