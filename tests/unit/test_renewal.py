@@ -504,7 +504,7 @@ def test_a_chain_of_an_earlier_version_is_shown_and_ended(corral: Corral) -> Non
         assert corral("up", str(corral.model), "--name", name, "--context", "128").code == 0
     folder = write_old_chain("old", "old~2")
     assert first_of("old~2") == "old"
-    assert "followed by  old~2 (ready)" in corral("status", "old").out
+    assert "followed by old~2 (ready)" in " ".join(corral("status", "old").out.split())
     assert corral("status", "old", "--json").json()["followed_by"] == [{"name": "old~2", "state": "ready"}]
     assert [row["name"] for row in corral("ps", "--json").json()] == ["old", "old~2"]
     refused = corral("up", str(corral.model), "--name", "old", "--replicas", "2")
