@@ -98,3 +98,18 @@ STATES = {
 def test_states_are_as_large_as_in_vllm(family: str) -> None:
     caches = facts_from_config(FAMILIES[family]["configs"][1][0], family, family, "hub").caches
     assert {one.state_bytes for one in caches if one.state_bytes} == {STATES[family]}
+
+
+def test_lfm2_as_it_was_published() -> None:
+    """Names that only its publisher uses; 1.17 billion parameters, as its page says."""
+    config = {
+        "architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "block_auto_adjust_ff_dim": True,
+        "block_dim": 2048, "block_ff_dim": 12288, "block_ffn_dim_multiplier": 1.0, "block_multiple_of": 256,
+        "block_use_swiglu": True, "conv_L_cache": 3, "conv_bias": False, "conv_dim": 2048, "conv_dim_out": 2048,
+        "full_attn_idxs": [2, 5, 8, 10, 12, 14], "hidden_size": 2048, "max_position_embeddings": 128000,
+        "num_attention_heads": 32, "num_heads": 32, "num_hidden_layers": 16, "num_key_value_heads": 8,
+        "torch_dtype": "bfloat16", "vocab_size": 65536,
+    }  # fmt: skip
+    model = facts_from_config(config, "lfm2", "lfm2", "folder")
+    assert model.parameters == 1_170_340_608
+    assert [(cache.kind, cache.layers) for cache in model.caches] == [("state", 10), ("full", 6)]

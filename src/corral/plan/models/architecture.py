@@ -178,7 +178,7 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
 _FOLLOW = {
     "add_full_attention_sink_bias", "add_swa_attention_sink_bias", "attention_bias", "attention_chunk_size",
     "attention_out_bias", "block_auto_adjust_ff_dim", "block_multiple_of", "chunk_size", "conv_L_cache",
-    "conv_bias", "decoder_sparse_step", "dense_intermediate_size", "expand", "first_k_dense_replace",
+    "conv_bias", "conv_dim_out", "decoder_sparse_step", "dense_intermediate_size", "expand", "first_k_dense_replace",
     "full_attention_interval", "head_dim", "interleave_moe_layer_step", "intermediate_size", "layer_types",
     "mamba_chunk_size", "mamba_conv_bias", "mamba_proj_bias", "mlp_bias", "moe_intermediate_size",
     "moe_layer_freq", "moe_layers", "mtp_transformer_layers", "num_experts_per_tok", "num_key_value_heads",
