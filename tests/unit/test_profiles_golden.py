@@ -344,6 +344,13 @@ def test_the_whole_text(case: Case, led: Led) -> None:
     assert text == file.read_text()
 
 
+@pytest.mark.parametrize("case", BY_NAME)
+def test_every_module_that_a_launch_runs_is_placed_by_what_is_pasted(case: Case, led: Led) -> None:
+    text = led(case, True)
+    for module in set(re.findall(r" -m (corral_\w+)", text)):
+        assert f"/{module}.py" in text
+
+
 GONE = [(case.example, option.documented) for case in CASES for option in case.options if option.gone]
 
 

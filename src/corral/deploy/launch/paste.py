@@ -18,7 +18,7 @@ from pathlib import Path, PurePath
 from corral.base.masking import MASK, is_secret_name, masked_argv, secrets_in, without
 from corral.base.shell import quote_command
 from corral.deploy.launch.links import RAY_SCRIPT
-from corral.deploy.launch.render import LaunchSpec, PlacedFile, RankSpec
+from corral.deploy.launch.render import QUICK_START, LaunchSpec, PlacedFile, RankSpec
 
 
 def masked(spec: LaunchSpec) -> LaunchSpec:
@@ -122,7 +122,9 @@ def _secret_files(spec: LaunchSpec) -> list[str]:
 
 def _engine_files(spec: LaunchSpec) -> list[PlacedFile]:
     """The files of Corral that the engines need when there are no agents."""
-    needed = ("corral_guard.py", "corral_row_socket.py", *([RAY_SCRIPT] if spec.link == "ray" else []))
+    needed = ["corral_guard.py", "corral_row_socket.py", *([RAY_SCRIPT] if spec.link == "ray" else [])]
+    if any(QUICK_START in rank.argv for rank in spec.ranks):
+        needed.append(f"{QUICK_START}.py")
     return [file for file in spec.files if file.name in needed]
 
 
