@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -80,6 +82,83 @@ def test_its_scores_are_near_those_of_transformers(corral: Corral, served: LLM) 
     assert median < 0.06
     assert most < 0.25
     assert dtype == "bfloat16" or sizes[-1] < 1e-3
+
+
+def by_hf(corral: Corral, dtype: str, folder: Path, *tasks: str, **env: str) -> dict[str, Any]:
+    """The results and the items of tasks as lm-eval's own `hf` backend has them."""
+    harness = next(corral.home.glob("engines/lm-eval-*/lib/python3*/site-packages"))
+    model = corral.home / "models" / "smollm2"
+    command = [corral.engine / "bin" / "python", ROOT / "tests" / "lm_eval_hf.py", harness, model, dtype, "8190"]
+    done = subprocess.run(
+        [*map(str, command), str(folder), *tasks], capture_output=True, text=True, timeout=900,
+        env={**corral.env, **env, "HF_HUB_OFFLINE": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+TEXTS = {
+    "task": "texts", "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": "texts.jsonl"}},
+    "test_split": "test", "output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}",
+    "metric_list": [{"metric": "word_perplexity"}, {"metric": "bits_per_byte"}],
+}  # fmt: skip
+
+
+def test_tasks_have_lm_evals_own_numbers(corral: Corral, document: dict[str, Any], tmp_path: Path) -> None:
+    """Items and metrics are those of lm-eval's `hf` backend; in bfloat16, whose steps are coarse, nearly."""
+    tasks = tmp_path / "tasks"
+    shutil.copytree(ROOT / "src" / "corral" / "data" / "tasks", tasks)
+    (tasks / "texts.yaml").write_text(json.dumps(TEXTS))
+    lines = [{"text": "The quick brown fox."}, {"text": "I love 🎉 in 東京.\nWe all do."}, {"text": "word " * 300}]
+    (tasks / "texts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    names = ("corral_capitals", "corral_calendar", "texts")
+    folder = tmp_path / "results"
+    command = ("eval", "-d", "smollm2", "--include-path", str(tasks), "--tasks", ",".join(names), "-o", str(folder))
+    first = corral.json(*command)
+    again = corral.json(*command)
+    assert (first["asked"], again["asked"], again["kept"]) == (48 + 38 + 3, 0, 48 + 38 + 3)
+    assert again["tasks"]["texts"]["metrics"] == first["tasks"]["texts"]["metrics"]
+    record = json.loads((folder / "eval.json").read_text())["model"]
+    assert record["revision"].startswith("sha256:")
+    assert "computed in" in record["number_format"]
+    dtype = planned_dtype(corral.home, "smollm2")
+    theirs = by_hf(corral, dtype, tasks, *names)
+    exact = dtype == "float32"
+    worst = 0.0
+    for name in names:
+        items = map(json.loads, (folder / "samples" / f"{name}.jsonl").read_text().splitlines())
+        for ours, other in zip(items, theirs["samples"][name], strict=True):
+            assert ours["arguments"] == other["arguments"]
+            for one, value in zip(ours["filtered_resps"], other["filtered_resps"], strict=True):
+                if isinstance(one, str):
+                    assert one == value or not exact
+                else:
+                    pair = [found[0] if isinstance(found, list) else found for found in (one, value)]
+                    worst = max(worst, abs(float(pair[0]) - float(pair[1])))
+        for key, value in first["tasks"][name]["metrics"].items():
+            assert value == pytest.approx(
+                theirs["results"][name][key], rel=1e-5 if exact else 0.1, abs=1e-9 if exact else 0.15
+            )
+    print(f"smollm2, {dtype}: largest difference {worst:.1e}")
+    assert worst < (1e-3 if exact else 2.0)
+
+
+def test_conversations_have_lm_evals_own_answers(corral: Corral, document: dict[str, Any], tmp_path: Path) -> None:
+    task, folder = "corral_calendar", tmp_path / "results"
+    found = corral.json("eval", "-d", "smollm2", "--tasks", task, "--chat", "--limit", "8", "-o", str(folder))
+    assert found["tasks"][task]["settings"]["chat"]
+    theirs = by_hf(corral, planned_dtype(corral.home, "smollm2"), ROOT / "src" / "corral" / "data" / "tasks", task,
+                   CHAT="1")  # fmt: skip
+    items = [json.loads(line) for line in (folder / "samples" / f"{task}.jsonl").read_text().splitlines()]
+    assert len(items) == 8
+    prompts = {item["doc_id"]: item["arguments"][0][0] for item in theirs["samples"][task]}
+    assert all(item["arguments"][0][0] == prompts[item["doc_id"]] for item in items)
+    failed = corral.run("eval", "-d", "smollm2", "--tasks", "corral_capital", "-o", str(folder), check=False)
+    assert (failed.returncode, "Did you mean corral_capitals" in failed.stderr) == (3, True)
+    offline = Corral({**corral.env, "HF_HUB_OFFLINE": "1"}, corral.home)
+    failed = offline.run("eval", "-d", "smollm2", "--tasks", "arc_easy", "-o", str(folder), check=False)
+    assert (failed.returncode, "HF_HOME" in failed.stderr) == (10, True), failed.stderr
 
 
 def test_pieces_of_signs_are_right(served: LLM) -> None:
