@@ -134,7 +134,7 @@ BAD = [
     (["llama-3.1-8b", "--gpus", "H100", "--set", "eager=maybe"], 2, "eager must be true or false"),
     (["no-such-model", "--gpus", "H100"], 3, "no model is called 'no-such-model'"),
     (["someone/unknown", "--gpus", "H100"], 3, "network is not to be used"),
-    (["someone/unknown", "--gpus", "H100", "--offline"], 3, "without --offline"),
+    (["someone/unknown", "--gpus", "H100", "--offline"], 3, "leave out --offline"),
     ([], 2, "no model was named"),
 ]
 

@@ -598,7 +598,8 @@ def test_the_proxy_as_a_command(corral: Corral) -> None:
         assert (page["current"], page["figures"]["answered"]) == ("here", 1)
         assert corral("env", "here").out.startswith(f"export OPENAI_BASE_URL={url}\n")
         write_chain("here", "here~2", closed="enough")
-        assert "followed by  here~2 (unknown); no more: enough" in corral("status", "here").out
+        shown = " ".join(corral("status", "here").out.split())  # the column is as wide as its longest name
+        assert "followed by here~2 (unknown); no more: enough" in shown
         FleetFolder(folder.path).record.unlink()
         proxy.send_signal(signal.SIGINT)
         out, _ = proxy.communicate(timeout=120)

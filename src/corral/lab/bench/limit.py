@@ -27,7 +27,7 @@ class LimitCause(enum.StrEnum):
     """What limited a run."""
 
     KV_CACHE = "kv cache"
-    MAX_SEQS = "max_num_seqs"
+    MAX_SEQS = "seats"  # as it stands in the runs of earlier versions
     LAUNCHES = "launches"
     ARITHMETIC = "arithmetic"
     BANDWIDTH = "bandwidth"
