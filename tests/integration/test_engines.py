@@ -44,9 +44,13 @@ quick.import_all([sys.argv[1]])
 why = quick.fork_everywhere()
 import vllm.v1.utils as manager
 from vllm.model_executor.models import registry
+import vllm.entrypoints.cli.serve as serve
+from prometheus_client import values
+serve.setup_multiprocess_prometheus()
 threads = open("/proc/self/status").read().partition("Threads:")[2].split()[0]
 print(why or "forks", threads, manager.multiprocessing.get_context("spawn").get_start_method(),
-      "vllm.model_executor.models." + sys.argv[2] in sys.modules, registry._run_in_subprocess(lambda: "here"))
+      "vllm.model_executor.models." + sys.argv[2] in sys.modules, registry._run_in_subprocess(lambda: "here"),
+      values.ValueClass.__name__)
 """
 
 
@@ -57,7 +61,7 @@ def test_the_quick_start_on_gpus_knows_this_vllm(corral: Corral, tiny_model: Pat
     env = {**corral.env, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1].split() == ["forks", "1", "fork", "True", "here"]
+    assert done.stdout.splitlines()[-1].split() == ["forks", "1", "fork", "True", "here", "MmapedValue"]
 
 
 def test_an_interrupted_install_leaves_no_engine_and_two_at_once_make_one(corral: Corral, tmp_path: Path) -> None:

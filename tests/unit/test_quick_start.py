@@ -22,13 +22,23 @@ STAND_IN = {
     "vllm/v1/utils.py": "import multiprocessing\nclass APIServerProcessManager: pass\n",
     "vllm/entrypoints/__init__.py": "",
     "vllm/entrypoints/cli/__init__.py": "",
+    "vllm/entrypoints/cli/serve.py": "import os\n"
+    "def setup_multiprocess_prometheus(): os.environ['PROMETHEUS_MULTIPROC_DIR'] = '/somewhere'\n",
+    "prometheus_client/__init__.py": "",
+    "prometheus_client/values.py": "import os\n"
+    "def get_value_class(): return 'shared' if 'PROMETHEUS_MULTIPROC_DIR' in os.environ else 'alone'\n"
+    "ValueClass = get_value_class()\n",
     "vllm/entrypoints/cli/main.py": """
 import os, sys
+import vllm.entrypoints.cli.serve as serve
 import vllm.v1.utils as manager
+from prometheus_client import values
 LOADED_IN = os.getpid()
 def child(): print("child imported in its parent:", LOADED_IN == os.getppid(), flush=True)
 def main():
     print("method", os.environ.get("VLLM_WORKER_MULTIPROC_METHOD"), "argv", sys.argv[1:], flush=True)
+    serve.setup_multiprocess_prometheus()
+    print("metrics", values.ValueClass, flush=True)
     started = manager.multiprocessing.get_context("spawn").Process(target=child)
     started.start(); started.join()
     print("threads", os.environ.get("OPENBLAS_NUM_THREADS"), flush=True)
@@ -76,6 +86,7 @@ def test_everything_is_imported_once_and_forked(serve):
     assert "method fork argv ['serve'" in out
     assert "child imported in its parent: True" in out
     assert "threads None" in out  # the limit was for the imports only
+    assert "metrics shared" in out
     assert "stock" not in out + err
 
 

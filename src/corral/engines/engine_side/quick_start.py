@@ -98,6 +98,20 @@ class _Forking:
         return self._real.get_context("fork" if method == "spawn" else method)
 
 
+def share_metrics() -> None:
+    """Let metrics of several API servers be added up: prometheus_client decides how it keeps them when imported."""
+    from prometheus_client import values
+    from vllm.entrypoints.cli import serve
+
+    original = serve.setup_multiprocess_prometheus  # names the folder that they are kept in, before the servers start
+
+    def set_up() -> None:
+        original()
+        values.ValueClass = values.get_value_class()
+
+    serve.setup_multiprocess_prometheus = set_up
+
+
 def fork_everywhere() -> str:
     """Make vLLM fork its processes; why it cannot, or empty."""
     import torch
@@ -111,6 +125,7 @@ def fork_everywhere() -> str:
     if not hasattr(manager, "APIServerProcessManager") or not hasattr(manager, "multiprocessing"):
         return "vllm.v1.utils is unknown"
     os.environ[METHOD] = "fork"
+    share_metrics()
     manager.multiprocessing = _Forking(manager.multiprocessing)
     if hasattr(registry, "_run_in_subprocess"):  # a fresh interpreter for each new model class; imported here anyway
         registry._run_in_subprocess = lambda function: function()
