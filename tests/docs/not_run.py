@@ -16,9 +16,8 @@ NOT_RUN = {
     "corral gateway llama": "servers of two models: tests/unit/test_gateway_process.py",
     "corral scale llama": "a fleet that runs: tests/unit/test_fleet_gateway.py",
     "corral eval": "lm-eval's environment: tests/unit/test_eval.py",
-    "--adapters": "adapters of the model: tests/integration/test_adapters.py",
     "--model poet": "a server with adapters: tests/integration/test_adapters.py",
-    "corral adapter": "a server with adapters: tests/integration/test_adapters.py",
+    "adapter": "a server with adapters, and files of them: tests/integration/test_adapters.py",
     "corral renew": "a job of SLURM that runs: tests/cluster/test_slurm_handover.py",
     "#!/bin/bash\n#SBATCH": "a job of SLURM: its Python is run by test_python.py",
 }

@@ -16,7 +16,7 @@ from tests.conftest import ROOT
 
 __all__ = ["LANGUAGES", "PAGES", "Block", "Command", "blocks", "commands", "indented"]
 
-LANGUAGES = ("sh", "console", "python", "toml", "json", "text")
+LANGUAGES = ("sh", "console", "python", "toml", "json", "yaml", "text")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 

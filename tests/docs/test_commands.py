@@ -51,7 +51,7 @@ def parsed(words: list[str]) -> None:
 def test_what_is_not_run_is_there_and_can_be_read() -> None:
     texts = [command.text for page in PAGES for command in commands(page)]
     assert [part for part in NOT_RUN if not any(part in text for text in texts)] == []
-    assert len(NOT_RUN) < 12, "the list is for what cannot be helped"
+    assert len(NOT_RUN) < 15, "the list is for what cannot be helped"
     for text in filter(why_not_run, texts):
         if ours := re.match(r"(?:\w+=\S+ )*corral (.*)", text, re.DOTALL):
             parsed(shlex.split(ours[1]))
