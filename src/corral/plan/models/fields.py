@@ -94,11 +94,6 @@ def _with_one_name(values: Mapping[str, Any]) -> dict[str, Any]:
             del found[group]
     if isinstance(found.get("num_attention_heads_per_layer"), list):
         found["num_attention_heads"] = found.pop("num_attention_heads_per_layer")
-    attending, layers = found.get("full_attn_idxs"), found.get("num_hidden_layers")
-    if "layer_types" not in found and isinstance(attending, list) and type(layers) is int and 0 < layers <= 10_000:
-        # as LFM2 was published
-        found["layer_types"] = ["full_attention" if layer in attending else "conv" for layer in range(layers)]
-        del found["full_attn_idxs"]
     if "num_heads" in found and found["num_heads"] == found.get("num_attention_heads"):  # not so in Mamba's
         del found["num_heads"]
     for name, others in _NAMES.items():
