@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import click
@@ -13,13 +12,7 @@ from corral.cli.options import json_option
 from corral.lab.report.screen import explain, print_json, print_table
 from corral.serve.fleet.adapters import AdapterHost, adapter_host
 
-_Command = Callable[..., Any]
-
-
-def deployment_option(work: _Command) -> _Command:
-    return click.option("--deployment", "-d", metavar="NAME", help="Deployment or fleet (default: the only one).")(
-        work
-    )
+_DEPLOYMENT = click.option("--deployment", "-d", metavar="NAME", help="Deployment or fleet (default: the only one).")
 
 
 @click.group(cls=WholeGroup)
@@ -33,7 +26,7 @@ def command() -> None:
 @command.command("add")
 @click.argument("name")
 @click.argument("source", metavar="PATH|REPOSITORY")
-@deployment_option
+@_DEPLOYMENT
 @json_option("The adapter as JSON.")
 def add(name: str, source: str, deployment: str | None, as_json: bool) -> None:
     """Serve the adapter in PATH, or of a repository of the hub, as NAME; no server is started again.
@@ -46,7 +39,7 @@ def add(name: str, source: str, deployment: str | None, as_json: bool) -> None:
 
 
 @command.command("list")
-@deployment_option
+@_DEPLOYMENT
 @json_option("All of them as JSON.")
 def list_adapters(deployment: str | None, as_json: bool) -> None:
     """The adapters, and how many servers list each."""
@@ -72,7 +65,7 @@ def list_adapters(deployment: str | None, as_json: bool) -> None:
 
 @command.command("remove")
 @click.argument("name")
-@deployment_option
+@_DEPLOYMENT
 @json_option("What was removed as JSON.")
 def remove(name: str, deployment: str | None, as_json: bool) -> None:
     """Delete NAME from the folder of adapters; requests that run are finished."""
