@@ -45,6 +45,7 @@ def main():
     sys.exit(7)
 if __name__ == "__main__":
     print("stock", sys.argv[1:], flush=True)
+    print("left:", [name for name in ("VLLM_WORKER_MULTIPROC_METHOD", "OPENBLAS_NUM_THREADS") if name in os.environ])
     sys.exit(8)
 """,
     "vllm/model_executor/__init__.py": "",
@@ -116,6 +117,20 @@ def test_no_fork_after_cuda_or_on_rocm(serve, torch, why):
 
 def test_a_vllm_that_does_not_import_is_left_to_its_own_command(serve, monkeypatch):
     monkeypatch.setitem(STAND_IN, "vllm/v1/engine/core.py", "raise RuntimeError('no CUDA driver')\n")
-    code, _, err = serve()
+    code, out, err = serve()
     assert code == 8
     assert "no CUDA driver" in err
+    assert "left: []" in out
+
+
+def test_a_vllm_without_what_is_replaced_starts_by_its_own_command(serve, monkeypatch):
+    monkeypatch.setitem(STAND_IN, "vllm/entrypoints/cli/serve.py", "")
+    monkeypatch.setitem(
+        STAND_IN,
+        "vllm/entrypoints/cli/main.py",
+        STAND_IN["vllm/entrypoints/cli/main.py"].replace("import vllm.entry", "# "),
+    )
+    code, out, err = serve()
+    assert code == 8
+    assert "setup_multiprocess_prometheus" in err
+    assert "left: []" in out

@@ -133,7 +133,7 @@ def fork_everywhere() -> str:
 
 
 def main() -> None:
-    command = sys.argv[1:]
+    command, given = sys.argv[1:], dict(os.environ)
     arguments = command[command.index("serve") + 1 :] if "serve" in command else []
     reason = why_stock(arguments) if arguments else "no `serve` in the command"
     if not reason:
@@ -145,7 +145,7 @@ def main() -> None:
     if reason:
         sys.stderr.write(f"corral_quick_start: stock start ({reason})\n")
         sys.stderr.flush()
-        os.execvp(command[0], command)
+        os.execvpe(command[0], command, given)
     from vllm.entrypoints.cli.main import main as vllm
 
     sys.argv = ["vllm", "serve", *arguments]
